@@ -238,6 +238,8 @@ _TYPES = {
     ".pptx": "application/vnd.openxmlformats-officedocument.presentationml.presentation",
     ".epub": "application/epub+zip",
     ".odt": "application/vnd.oasis.opendocument.text",
+    ".ods": "application/vnd.oasis.opendocument.spreadsheet",
+    ".odp": "application/vnd.oasis.opendocument.presentation",
     ".eml": "message/rfc822",
     ".mbox": "application/mbox",
     ".csv": "text/csv",
@@ -251,6 +253,8 @@ _TYPES = {
     ".tiff": "image/tiff",
     ".json": "application/json",
 }
+_VARIANTS = {"docx": ("docm", "dotx", "dotm"), "xlsx": ("xlsm", "xltx", "xltm"), "pptx": ("pptm", "ppsx", "potx")}
+_TYPES |= {f".{suffix}": _TYPES[f".{kind}"] for kind, suffixes in _VARIANTS.items() for suffix in suffixes}
 _PARSERS = {
     TEXT: "text:read_plain",
     "text/x-rst": "text:read_plain",
@@ -259,7 +263,7 @@ _PARSERS = {
     "application/pdf": "pdf:read_pdf",
     **{f"image/{kind}": "pdf:read_image" for kind in ("png", "jpeg", "tiff")},
     "application/sitemap+xml": "web:read_sitemap",
-    **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ("docx", "xlsx", "pptx", "epub", "odt")},
+    **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ["docx", "xlsx", "pptx", "epub", "odt", "ods", "odp"]},
     **{_TYPES[f".{kind}"]: f"mail:read_{kind}" for kind in ("eml", "mbox")},
     "text/csv": "text:read_csv",
     "text/tab-separated-values": "text:read_tsv",

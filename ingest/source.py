@@ -286,7 +286,8 @@ def sniff(data: bytes) -> str:
         return _type(kind)
     if data.startswith(b"PK\x03\x04"):
         # a ZIP stores its members' names uncompressed; its directory, which may be huge, is not read
-        kinds = {b"word/": "docx", b"xl/": "xlsx", b"ppt/": "pptx", b"epub+zip": "epub", b"opendocument.text": "odt"}
+        kinds = {b"word/": "docx", b"xl/": "xlsx", b"ppt/": "pptx", b"epub+zip": "epub"}
+        kinds |= {b"opendocument.text": "odt", b"opendocument.spr": "ods", b"opendocument.pre": "odp"}
         return next((_type(kind) for mark, kind in kinds.items() if mark in data), TEXT)
     sample = data[:_SAMPLE] if len(data) <= _SAMPLE else data[:_SAMPLE].rpartition(b"\n")[0] or data[:_SAMPLE]
     try:

@@ -282,10 +282,16 @@ def _read_table(text: str, delimiter: str, *, above: int = 0) -> Parsed:
 
 
 def table_rows(rows: Sequence[tuple[int, list[str]]]) -> Iterator[tuple[str, str]]:
-    """(place, text) of each numbered row; the first names the columns if it is a header."""
+    """(place, text) of each numbered row; the first below the titles names the columns if it is a header."""
+    titles = _titles([row for _, row in rows[: _HEAD_ROWS + 1]])
+    for number, row in rows[:titles]:
+        yield place(number, None), fields_text(_named((), row))
+    rows = rows[titles:]
     names: list[str] = []
     if _is_header([row for _, row in rows[: _HEAD_ROWS + 1]]):
-        names, rows = rows[0][1], rows[1:]
+        names, first, rows = [" ".join(name.split()) for name in rows[0][1]], rows[0][0], rows[1:]
+        used = {column for _, row in rows for column, field in enumerate(row) if field}
+        yield place(first, None), " | ".join(name for column, name in enumerate(names) if name and column not in used)
     key = next((i for i, name in enumerate(names) if name.lower() in ("id", "_id", "key")), None)
     for number, row in rows:
         yield place(number, row[key] if key is not None and key < len(row) else None), fields_text(_named(names, row))
@@ -298,6 +304,14 @@ def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[tuple[str, str]
         return
     for i, field in enumerate(row):
         yield (names[i] if i < len(names) else ""), field
+
+
+def _titles(rows: Sequence[Sequence[str]]) -> int:
+    """The number of rows above a header that have at most half of the fields that most rows have."""
+    filled = [sum(map(bool, row)) for row in rows]
+    usual, _ = max(Counter(filled).items(), key=lambda width: (width[1], width[0]))
+    above = next(number for number, fields in enumerate(filled) if 2 * fields > usual)
+    return above if above and _is_header(rows[above:]) else 0
 
 
 def _is_header(rows: Sequence[Sequence[str]]) -> bool:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import outcome, read, reason, rows
 
-from ragkv.ingest import office
+from ragkv.ingest import package as packages
 from ragkv.ingest.office import read_docx
-from ragkv.ingest.parser import Unreadable, media_type_of, parse
+from ragkv.ingest.parser import Parsed, Unreadable, media_type_of, parse
 from ragkv.ingest.source import from_bytes, sniff
 
 REL = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-DOCUMENT = 'xmlns:r="http://r" xmlns:a="http://a"'
+DOCUMENT = 'xmlns:r="http://r" xmlns:a="http://a" xmlns:mc="http://mc"'
 
 
 def archive(**parts: str) -> bytes:
@@ -34,17 +34,24 @@ def rels(**targets: str) -> str:
     return f"<Rs>{''.join(each)}</Rs>"
 
 
-def xlsx(sheet: str) -> bytes:
+def xlsx(sheet: str, styles: str = "", workbook: str = "", sheets: str = "", strings: str = "", **parts: str) -> bytes:
+    """A workbook of the sheet Mills; `parts` are more of its sheets, or parts related to Mills by their name."""
+    styles = styles or '<cellXfs><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="20"/></cellXfs>'
+    strings = strings or "<si><t>Mill</t></si><si><r><t>Ke</t></r><r><t>sk</t></r></si>"
+    more = {name: f"worksheet:{name}.xml" for name in parts if name in sheets}
+    related = {name: f"{name}:{name}.xml" for name in parts if name not in sheets}
     return archive(
         **{
             "_rels/.rels": rels(a="officeDocument:xl/workbook.xml"),
-            "xl/workbook.xml": f'<w {DOCUMENT}><sheets><sheet name="Mills" r:id="s2"/></sheets></w>',
+            "xl/workbook.xml": f'<w {DOCUMENT}>{workbook}<sheets><sheet name="Mills" r:id="s2"/>{sheets}</sheets></w>',
             "xl/_rels/workbook.xml.rels": rels(
-                s1="styles:styles.xml", s2="worksheet:one.xml", s3="sharedStrings:s.xml"
+                s1="styles:styles.xml", s2="worksheet:one.xml", s3="sharedStrings:s.xml", **more
             ),
-            "xl/s.xml": "<sst><si><t>Mill</t></si><si><r><t>Ke</t></r><r><t>sk</t></r></si></sst>",
-            "xl/styles.xml": '<s><cellXfs><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="20"/></cellXfs></s>',
-            "xl/one.xml": f"<w><sheetData>{sheet}</sheetData></w>",
+            "xl/s.xml": f"<sst>{strings}</sst>",
+            "xl/styles.xml": f"<s>{styles}</s>",
+            "xl/one.xml": f"<w><sheetData>{sheet}</sheetData></w>" if "<sheetData>" not in sheet else f"<w>{sheet}</w>",
+            "xl/_rels/one.xml.rels": rels(**related),
+            **{f"xl/{name}.xml": text for name, text in parts.items()},
         }
     )
 
@@ -56,17 +63,23 @@ ROWS = (
 )
 
 
-def pptx() -> bytes:
-    slide = f"<s {DOCUMENT}><a:p><a:r><a:t>{{}}</a:t></a:r></a:p></s>"
+def pptx(*slides: str, **parts: str) -> bytes:
+    """A presentation of slides in this order; `parts` are related to the first by their name."""
+    listed = "".join(f'<sldId r:id="i{n}"/>' for n in range(len(slides)))
     return archive(
         **{
             "_rels/.rels": rels(a="officeDocument:ppt/presentation.xml"),
-            "ppt/presentation.xml": f'<p {DOCUMENT}><sldId id="9" r:id="b"/><sldId id="8" r:id="a"/></p>',
-            "ppt/_rels/presentation.xml.rels": rels(a="slide:slides/1.xml", b="slide:slides/2.xml"),
-            "ppt/slides/1.xml": slide.format("Second"),
-            "ppt/slides/2.xml": slide.format("First"),
+            "ppt/presentation.xml": f"<p {DOCUMENT}>{listed}</p>",
+            "ppt/_rels/presentation.xml.rels": rels(**{f"i{n}": f"slide:{9 - n}.xml" for n in range(len(slides))}),
+            **{f"ppt/{9 - n}.xml": f"<s {DOCUMENT}>{slide}</s>" for n, slide in enumerate(slides) if slide},
+            "ppt/_rels/9.xml.rels": rels(**{name: f"{name.rstrip('12')}:{name}.xml" for name in parts}),
+            **{f"ppt/{name}.xml": f"<x {DOCUMENT}>{text}</x>" for name, text in parts.items()},
         }
     )
+
+
+def a(text: str) -> str:
+    return f"<a:p><a:r><a:t>{text}</a:t></a:r></a:p>"
 
 
 CHAPTER = (
@@ -107,8 +120,8 @@ def eml() -> bytes:
 @pytest.mark.parametrize(
     ("suffix", "data", "text", "place"),
     [
-        ("xlsx", xlsx(ROWS), "Mill: Kesk\nFounded: 1900-01-01\n\nFounded: 08:30:00", "Mills, row 4"),
-        ("pptx", pptx(), "First\n\nSecond", 1),
+        ("xlsx", xlsx(ROWS), "Mill: Kesk\nFounded: 1900-01-02\n\nFounded: 08:30:00", "Mills, row 4"),
+        ("pptx", pptx(a("First"), a("Second")), "First\n\nSecond", 1),
         ("epub", epub(), "# Mills\n\nShort\nlines\n\nKesk Mills1\n\n- oats\n\nmakes flour.", "Mills"),
         ("odt", odt(), "# Mills\n\nKesk Mills\n\n| a | b |", "Mills"),
         ("odt", odt(f"<p>A{NOTE}<annotation><p>Why?</p></annotation> b.</p>"), "\n\nA[7] b.\n\n[7] oats\n\n|", "Mills"),
@@ -131,6 +144,7 @@ def test_what_is_read(suffix, data, text, place):
         with pytest.raises(Unreadable, match=f"{suffix.upper()} cannot be read: (damaged|it is none)"):
             parse(kind, data[: len(data) // 2])
     expected = {
+        "odt": 'under "Mills": comment (Why?)' if "[7]" in text else None,
         "epub": "chapter 2: it is missing",
         "eml": "attachment mill.png",
         "mbox": "message 1: attachment mill.png",
@@ -159,12 +173,281 @@ def test_hostile_files_are_refused(suffix, data, reason):
 
 @pytest.mark.parametrize(
     ("limit", "most", "says"),
-    [("_LARGEST", 1 << 20, "unpacked, it is larger than 1 MiB"), ("_NODES", 1000, "it has more than 1,000 elements")],
+    [
+        ("_MAX_BYTES", 1 << 20, "unpacked, it is larger than 1 MiB"),
+        ("_MAX_NODES", 1000, "it has more than 1,000 elements"),
+    ],
 )
 def test_what_unpacks_to_too_much_is_refused_while_it_is_unpacked(monkeypatch, limit, most, says):
-    monkeypatch.setattr(office, limit, most)
+    monkeypatch.setattr(packages, limit, most)
     with pytest.raises(Unreadable, match=f"ODT cannot be read: {says}"):
         parse(media_type_of("odt"), odt("<p>Kesk</p>" * 200_000))
+
+
+# ---- XLSX: what the formats of cells say
+
+
+HEAD = '<row><c t="str"><v>Shown</v></c></row>'
+
+
+def styled(*cells: tuple[str, str], workbook: str = "") -> list[str]:
+    """The text of one number a row, in its format."""
+    numbers = [f.removeprefix("#id ") if f.startswith("#id ") else str(i) for i, (_, f) in enumerate(cells, 170)]
+    own = zip(numbers, (f for _, f in cells), strict=True)
+    formats = "".join(f'<numFmt numFmtId="{n}" formatCode="{f}"/>' for n, f in own if f[:1] != "#" or f[:2] == "#,")
+    xfs = "".join(f'<xf numFmtId="{n}"/>' for n in numbers)
+    styles = f"<numFmts>{formats}</numFmts><cellXfs>{xfs}</cellXfs>"
+    sheet = "".join(f'<row><c s="{i}"><v>{v}</v></c></row>' for i, (v, _) in enumerate(cells))
+    text = parse(media_type_of("xlsx"), xlsx(HEAD + sheet, styles, workbook)).text
+    return [line.removeprefix("Shown: ") for line in text.split("\n\n")]
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "shown"),
+    [
+        ("1.5625", "[h]:mm", "37:30"),
+        ("7.083333333333333", "#id 46", "170:00:00"),
+        ("0.34375", "[$-407][hh]:mm;@", "8:15"),
+        ("1.5625", "[mm]", "2250"),
+        ("1.56255787037", "[m]:ss", "2250:05"),
+        ("1.5625", "[s]", "135000"),
+        ("-0.0625", "[h]:mm", "-1:30"),
+        ("0.0038194444", "#id 45", "00:05:30"),
+        ("0.00381945", "mm:ss.0", "00:05:30"),
+        ("40972", "#id 14", "2012-03-04"),
+        ("40972.5", "dd.mm.yyyy hh:mm", "2012-03-04 12:00:00"),
+        ("40972", "#id 31", "2012-03-04"),  # East Asian editions
+        ("1", "yyyy-mm-dd", "1900-01-01"),
+        ("61", "yyyy-mm-dd", "1900-03-01"),
+        ("1.5", "h:mm", "12:00:00"),
+        ("99999999", "yyyy", "99999999"),
+        ("0.25", "#id 9", "25%"),
+        ("0.255", "0%", "25.5%"),
+        ("42", "00000", "00042"),
+        ("1234.5", "#,##0.00\\ [$€-407]", "1234.5 €"),
+        ("-3", "&quot;$&quot;#,##0_);[Red]\\(&quot;$&quot;#,##0\\)", "-$3"),
+        ("5", "0&quot; kg&quot;", "5 kg"),
+        ("12", "&quot;1.&quot;0", "1.12"),
+        ("1234567", "0.0,,&quot;M&quot;", "1.234567M"),
+        ("5", "General&quot; kg&quot;", "5 kg"),
+        ("0.5", "# ?/?", "0.5"),
+        ("123456789", "000\\-00\\-0000", "123456789"),
+        ("7.0000000000000007E-2", "", "0.07"),
+        ("0.30000000000000004", "0.00", "0.3"),
+        ("1E+20", "", "100000000000000000000"),
+        ("1.5E-300", "", "1.5e-300"),
+        ("12345678901234567", "", "12345678901234567"),
+        ("-2.0", "", "-2"),
+        ("words", "0%", "words"),
+    ],
+)
+def test_numbers_are_what_their_format_says(value, code, shown):
+    assert styled((value, code)) == [shown]
+
+
+def test_every_minute_of_the_day_is_itself():
+    times = styled(*((repr(m / 1440), "h:mm") for m in range(1440)))
+    assert times == [f"{m // 60:02}:{m % 60:02}:00" for m in range(1440)]
+
+
+def test_dates_since_1904():
+    for flag in ("1", "true"):
+        moments = styled(
+            ("40972", "yyyy-mm-dd"), ("0", "d.m.yy"), ("0.5", "h:mm"), workbook=f'<workbookPr date1904="{flag}"/>'
+        )
+        assert moments == ["2016-03-05", "1904-01-01", "12:00:00"]
+
+
+STRINGS = (
+    '<si><t>課長</t><rPh sb="0" eb="2"><t>カチョウ</t></rPh><phoneticPr fontId="1"/></si>'
+    "<si><r><t>東</t></r><r><t>京</t></r><rPh><t>トウ</t></rPh></si><si><t>one_x000D_\ntwo</t></si>"
+    "<si><t>_x005F_x000D_ _xD83D__xDE00_</t></si>"
+    '<si><r><rPr><rFont val="Wingdings"/></rPr><t>ü</t></r><r><t>ü</t></r></si>'
+)
+
+
+def test_strings_of_a_workbook():
+    """Without their pronunciation, with what their escapes and their fonts of signs stand for."""
+    cells = "".join(f'<row><c t="s"><v>{n}</v></c></row>' for n in range(6))
+    cells += '<row><c t="inlineStr" s="1"><is><t>x</t></is></c></row><row><c t="str"><v>_x0041_</v></c></row>'
+    values = (("e", "#DIV/0!"), ("b", "0"), ("d", "2016-03-05T00:00:00"))
+    cells += "".join(f'<row><c t="{kind}"><v>{value}</v></c></row>' for kind, value in values)
+    fonts = '<fonts><font/><font><name val="Symbol"/></font></fonts><cellXfs><xf fontId="0"/><xf fontId="1"/></cellXfs>'
+    parsed = parse(media_type_of("xlsx"), xlsx(HEAD + cells, fonts, strings=STRINGS))
+    assert parsed.text.removeprefix("Shown: ").split("\n\nShown: ") == [
+        *("課長", "東京", "one\ntwo", "_x000D_ 😀", "✓ü", "ξ", "A", "#DIV/0!", "false", "2016-03-05")
+    ]
+    assert parsed.left_out == ["sheet Mills: missing string"]
+
+
+def row(number: int, *values: str) -> str:
+    cells = "".join(f'<c r="{chr(65 + i)}{number}" t="str"><v>{v}</v></c>' for i, v in enumerate(values) if v)
+    return f'<row r="{number}">{cells}</row>'
+
+
+def test_merged_cells_repeat_below_and_titles_stand_above_the_header():
+    sheet = (
+        row(1, "Report 2031")
+        + row(2, "by Ola")
+        + row(4, "Region", "Mill&#10;name", "Flour")
+        + row(5, "North", "Kesk", "oats")
+    )
+    sheet += row(6, "", "Varn", "rye") + row(7, "South", "Halden")
+    merged = '<mergeCells><mergeCell ref="A1:C2"/><mergeCell ref="A5:A6"/><mergeCell ref="C6:C1048576"/></mergeCells>'
+    parsed = parse(media_type_of("xlsx"), xlsx(f"<sheetData>{sheet}</sheetData>{merged}"))
+    assert [(s.heading, parsed.text[s.start : s.end].strip()) for s in parsed.sections] == [
+        ("Mills, row 1", "Report 2031"),
+        ("Mills, row 2", "by Ola"),
+        ("Mills, row 5", "Region: North\nMill name: Kesk\nFlour: oats"),
+        ("Mills, row 6", "Region: North\nMill name: Varn\nFlour: rye"),
+        ("Mills, row 7", "Region: South\nMill name: Halden\nFlour: rye"),
+    ]
+
+
+PIC = '<pic><nvPicPr><cNvPr descr="The mill"/></nvPicPr></pic>'
+CHART = (
+    "<chart><title><a:p><a:r><a:t>Flour</a:t></a:r></a:p></title><ser><tx><v>Oats</v></tx><cat><pt idx='0'><v>1999</v>"
+    "</pt><pt idx='1'><v>2000</v></pt></cat><val><formatCode>0%</formatCode><pt idx='1'><v>0.10000000000000001</v></pt>"
+    "</val></ser></chart>"
+)
+CHARTED = "Flour\n\n|  | Oats |\n|---|---|\n| 1999 |  |\n| 2000 | 10% |"
+
+
+def test_what_else_a_workbook_holds_is_read_or_named():
+    sheet = f'<sheetData>{row(1, "7")}<row r="2"><c r="A2"><f>A1+1</f><v/></c><c t="str"><f>""</f><v/></c></row>'
+    sheet += (
+        "</sheetData><headerFooter><oddHeader>&amp;C&amp;&quot;Arial,Bold&quot;Secret&amp;P</oddHeader></headerFooter>"
+    )
+    sheets = '<sheet name="Old" state="veryHidden"/><sheet name="Empty" r:id="empty"/>'
+    sheets += '<sheet name="Gone" r:id="g"/><sheet name="Bad" r:id="bad"/>'
+    parsed = parse(
+        media_type_of("xlsx"),
+        xlsx(
+            sheet,
+            sheets=sheets,
+            empty="<w/>",
+            bad="<w><",
+            comments='<c><comment ref="A1"><text><r><t>Why?</t></r></text></comment></c>',
+            drawing=f"<d {DOCUMENT}><sp><txBody>{a('In a box')}</txBody></sp>{PIC}</d>",
+        ),
+    )
+    assert parsed.text == "7\n\n=A1+1\n\nIn a box"
+    assert parsed.left_out == [
+        "sheet Mills: picture (The mill)",
+        "sheet Mills: comment (A1: Why?)",
+        "sheet Mills: page header (Secret)",
+        "sheet Mills: uncalculated formula (A2)",
+        "sheet Old: hidden",
+        "sheet Empty: no text",
+        "sheet Gone: missing sheet",
+        "sheet Gone: no text",
+        "sheet Bad: damaged sheet",
+        "sheet Bad: no text",
+    ]
+
+
+# ---- PPTX
+
+
+def test_lines_fields_and_alternatives_of_a_slide():
+    either = "<mc:AlternateContent><mc:Choice>{}</mc:Choice><mc:Fallback>{}</mc:Fallback></mc:AlternateContent>".format
+    number = '<a:fld type="slidenum"><a:t>3</a:t></a:fld>'
+    sign = '<a:p><a:r><a:rPr><a:sym typeface="Wingdings"/></a:rPr><a:t>\uf0fe ok</a:t></a:r></a:p>'
+    parsed = parse(
+        media_type_of("pptx"),
+        pptx(
+            "<a:p><a:r><a:t>Annual report</a:t></a:r><a:br/><a:r><a:t>Harbour_x000B_2031</a:t></a:r></a:p>"
+            f"<a:p>{number}</a:p><a:p><a:r><a:t>Slide </a:t></a:r>{number}<a:r><a:t> of 9</a:t></a:r></a:p>"
+            f"{either(a('Energy is'), a('Energy is'))}{either('<ink/>', a('a sketch'))}"
+            f"<grpSp><grpSp>{a('in a group')}</grpSp></grpSp>{sign}"
+        ),
+    )
+    assert parsed.text == "Annual report\nHarbour\n2031\nSlide 3 of 9\nEnergy is\na sketch\nin a group\n☑ ok"
+
+
+def test_tables_charts_diagrams_and_notes_of_slides():
+    merged = "".join(
+        f"<a:tr>{''.join(f'<a:tc {how}><a:txBody>{a(words)}</a:txBody></a:tc>' for how, words in cells)}</a:tr>"
+        for cells in (
+            [("", "Plan"), ('gridSpan="2"', "Price"), ('hMerge="1"', "")],
+            [('rowSpan="2"', "A"), ("", "9"), ("", "10")],
+            [('vMerge="1"', ""), ("", "8"), ("", "7")],
+        )
+    )
+    first = (
+        f'<graphicFrame><a:tbl>{merged}</a:tbl></graphicFrame><chart r:id="chart"/><relIds r:dm="diagramData"/>{PIC}'
+    )
+    diagram = f"<pt><t>{a('Sow')}</t></pt><pt><t>{a('Reap')}</t></pt>"
+    comments = "<cm><text>Why oats?</text></cm><cm><txBody><a:p><a:r><a:t>And rye?</a:t></a:r></a:p></txBody></cm>"
+    parsed = parse(
+        media_type_of("pptx"),
+        pptx(first, PIC, "", a("End"), chart=CHART, diagramData=diagram, notesSlide=a("Speak"), comments=comments),
+    )
+    assert [(s.page, parsed.text[s.start : s.end].strip()) for s in parsed.sections] == [
+        (
+            1,
+            f"| Plan | Price |  |\n|---|---|---|\n| A | 9 | 10 |\n| A | 8 | 7 |\n\n{CHARTED}\n\nSow\nReap\nSpeak",
+        ),
+        (4, "End"),
+    ]
+    assert parsed.left_out == [
+        "slide 1: 2 comments (Why oats?; And rye?)",
+        "slide 1: picture (The mill)",
+        "slide 2: picture (The mill)",
+        "slide 2: no text",
+        "slide 3: missing part",
+        "slide 3: no text",
+    ]
+
+
+# ---- OpenDocument
+
+
+def test_tables_frames_and_lists_of_odt():
+    inside = (
+        '<table><table-row><table-cell number-rows-spanned="2"><p>North</p></table-cell><table-cell><p>Kesk</p>'
+        "</table-cell></table-row><table-row><covered-table-cell/><table-cell><p>Varn</p><table><table-row><table-cell>"
+        "<p>in</p></table-cell><table-cell><p>side</p></table-cell></table-row></table></table-cell></table-row>"
+        "</table>"
+        "<list><list-item><p>one</p><list><list-item><p>two</p></list-item></list></list-item></list>"
+        "<p>Text<frame><text-box><p>In a box</p></text-box></frame> goes on.<frame><image/><desc>The mill</desc>"
+        "</frame><ruby><ruby-base>東京</ruby-base><ruby-text>トウ</ruby-text></ruby></p><frame><object/></frame>"
+    )
+    parsed = parse(media_type_of("odt"), odt(inside))
+    assert parsed.text == (
+        "# Mills\n\nKesk Mills\n\n| North | Kesk |\n|---|---|\n| North | Varn in, side |\n\n- one\n  - two\n\n"
+        "Text goes on.東京\n\nIn a box\n\n| a | b |\n|---|---|"
+    )
+    assert parsed.left_out == ['under "Mills": picture (The mill)', 'under "Mills": embedded object']
+
+
+def test_spreadsheets_and_slides_of_opendocument():
+    def read_odf(kind: str, content: str) -> Parsed:
+        mimetype = f"application/vnd.oasis.opendocument.{kind}"
+        data = archive(**{"mimetype": mimetype, "content.xml": f"<d><{kind}>{content}</{kind}></d>"})
+        assert sniff(data) == mimetype
+        return parse(mimetype, data)
+
+    cell = "<table-cell{}><p>{}</p></table-cell>".format
+    many = ' number-columns-repeated="16384"'
+    table = (
+        f'<table name="Mills"><table-row>{cell("", "Mill")}{cell("", "Flour")}</table-row>'
+        f'<table-row number-rows-repeated="9"/><table-row>{cell("", "Kesk")}{cell("", "oats")}{cell(many, "")}'
+        '</table-row></table><table name="None"/>'
+    )
+    parsed = read_odf("spreadsheet", table)
+    assert [(s.heading, parsed.text) for s in parsed.sections] == [("Mills, row 11", "Mill: Kesk\nFlour: oats")]
+    assert parsed.left_out == ["sheet None: no text"]
+    frame = "<frame><text-box><p>{}</p></text-box></frame>".format
+    pages = f"<page>{frame('First<line-break/>line')}<notes>{frame('Speak')}</notes></page><page/>"
+    parsed = read_odf("presentation", pages)
+    assert (parsed.text, parsed.sections[0].page, parsed.left_out) == ("First\nline\nSpeak", 1, ["slide 2: no text"])
+
+
+def test_a_password_of_opendocument_is_named():
+    data = archive(**{"META-INF/manifest.xml": "<m><encryption-data/></m>", "content.xml": "\x01\x02"})
+    with pytest.raises(Unreadable, match="ODT is protected with a password; save it as ODT without one"):
+        parse(media_type_of("odt"), data)
 
 
 # ---- DOCX: files written by python-docx, and by hand what it cannot write
@@ -255,6 +538,53 @@ def test_what_is_wrapped_is_read_and_what_was_deleted_is_not():
     assert read_docx(package(body, footnotes=note)).text == (
         "Costs nine euro-cent, a link[2]\n\n[2] Since 1907.\n\nIn a control.\n\nIn a box.\n\nframed"
     )
+
+
+def test_signs_gaps_and_joined_paragraphs_of_docx():
+    sign = '<w:r><w:sym w:font="{}" w:char="{}"/></w:r>'.format
+    deleted = "<w:rPr><w:del/></w:rPr>"
+    body = (
+        f"<w:p>{sign('Wingdings', 'F0FE')}<w:r><w:t> 45</w:t></w:r>{sign('Symbol', 'F0B0')}{sign('symbol', '006D')}"
+        f"<w:r><w:rPr><w:rFonts w:ascii='Wingdings 2'/></w:rPr><w:t>R\uf0a3</w:t></w:r>{sign('Arial', '2022')}"
+        f"{sign('Fancy', 'F041')}</w:p>{p('Joined ', deleted)}{p('with ', deleted)}{p('the next')}{p('last', deleted)}"
+        f"<w:tbl><w:tr><w:trPr><w:gridBefore w:val='1'/></w:trPr><w:tc>{p('Q1')}</w:tc></w:tr>"
+        f"<w:tr><w:tc>{p('North')}</w:tc><w:tc>{p('5')}<w:tbl><w:tr><w:tc>{p('a')}</w:tc><w:tc>{p('b')}</w:tc></w:tr>"
+        "</w:tbl></w:tc></w:tr></w:tbl>"
+        "<w:p><m:oMath xmlns:m='m'><m:r><m:t>c</m:t></m:r><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:oMath></w:p>"
+    )
+    parsed = read_docx(package(body))
+    assert parsed.text == (
+        "☑ 45°µ☑☐•\n\nJoined with the next\n\nlast\n\n|  | Q1 |\n|---|---|\n| North | 5 a, b |\n\nc^2"
+    )
+    assert parsed.left_out == ["sign of Fancy (F041)"]
+
+
+def test_what_else_a_docx_holds_is_read_or_named():
+    drawing = "<w:r><w:drawing><inline><docPr descr='{}'/>{}</inline></w:drawing></w:r>".format
+    drawn = drawing("The mill", "<pic/>") + drawing("", "<chart w:id='chart'/><relIds w:dm='diagramData'/>")
+    body = (
+        p("Mills", "<w:outlineLvl w:val='0'/>")
+        + f"<w:p>{drawn}<w:r><w:t>Text</w:t><w:object><OLEObject ProgID='Excel.Sheet'/></w:object>"
+        + "<w:commentReference w:id='1'/></w:r></w:p><w:altChunk w:id='aFChunk'/>"
+        + "<w:p><w:r><w:pict><textpath string='DRAFT'/></w:pict></w:r></w:p>"
+    )
+    comments = f"<w:comment w:id='1'>{p('Why?')}</w:comment><w:comment w:id='2'>{p('Lost.')}</w:comment>"
+    parts = {"header": p("Secret"), "chart": CHART.replace("a:", "w:"), "diagramData": p("Sow"), "aFChunk": ""}
+    parsed = read_docx(package(body, comments=comments, **parts))
+    assert parsed.text == f"# Mills\n\nText\n\n{CHARTED}\n\nSow\n\nDRAFT"
+    assert parsed.left_out == [
+        'under "Mills": comment (Why?)',
+        'under "Mills": picture (The mill)',
+        'under "Mills": embedded object (Excel.Sheet)',
+        'under "Mills": embedded document (aFChunk.xml)',
+        "comment (Lost.)",
+        "page header (Secret)",
+    ]
+
+
+def test_a_damaged_part_beside_the_text_is_named():
+    data = package(p("Text"), styles="<", header="<")
+    assert read_docx(data).left_out == ["damaged styles", "damaged page header"]
 
 
 def test_levels_by_outline_contents_and_loops_of_styles():

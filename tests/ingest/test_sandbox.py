@@ -22,7 +22,6 @@ LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seco
 REASONS = {
     "attributes.docx": "more than 3,000,000 elements",
     "merged.docx": "longer than 1,000,000 characters",
-    "parts.docx": "more than 100 parts",
     "loop.pdf": "PDF cannot be read",
     "spans.html": "",
     "tag.html": "more than 5,000 attributes",

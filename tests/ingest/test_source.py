@@ -235,7 +235,7 @@ def test_names_that_nobody_could_type_again(name):
 
 
 def test_unknown_type_names_the_known():
-    with pytest.raises(UsageError, match=r"type 'xls'; choose one of csv, docx, eml, epub, htm"):
+    with pytest.raises(UsageError, match=r"type 'xls'; choose one of csv, docm, docx, dotm, dotx, eml, epub, htm"):
         from_bytes(b"x", media_type="xls")
     assert {"md", "html", "txt", "pdf", "csv", "jsonl", "docx"} <= set(type_names())
 

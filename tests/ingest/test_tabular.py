@@ -67,6 +67,18 @@ def test_header_is_sniffed(tmp_path, first, below, header):
         assert found[1][1] == " | ".join(below.split(","))
 
 
+def test_titles_stand_above_the_header_and_names_without_values_are_kept(tmp_path):
+    text = "Report 2031,,,,\nby,Ola,,,\n\nmill,flour,year,town,note\nKesk,oats,1907,A,\nVarn,rye,1912,B,\n"
+    assert rows(read(tmp_path, "a.csv", text)) == [
+        ("row 1", "Report 2031"),
+        ("row 2", "by | Ola"),
+        ("row 4", "note"),
+        ("row 5", "mill: Kesk\nflour: oats\nyear: 1907\ntown: A"),
+        ("row 6", "mill: Varn\nflour: rye\nyear: 1912\ntown: B"),
+    ]
+    assert [place for place, _ in rows(read(tmp_path, "b.csv", "one,,\n1,2,3\n4,5,6\n"))] == ["row 1", "row 2", "row 3"]
+
+
 def test_ragged_rows_lose_nothing(tmp_path):
     text = "a,b,c\nx,y,z\np\nq,r,s,more\nx,y,w\n"
     assert [body for _, body in rows(read(tmp_path, "a.csv", text))] == [
