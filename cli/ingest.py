@@ -196,16 +196,9 @@ def ingest(
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
-    settings = {
-        **settings,
-        **given_values(
-            engines=_engines(settings.get("engines"), long_documents, index),
-            tuning=_tuning(block_tokens, index),
-            encoding=encoding_of(context_tokens),
-            prompt=_prompt(system, prompt, index),
-        ),
-    }
-    _require_blocks(block_tokens, settings, index)
+    settings = _chosen(
+        settings, index, long_documents=long_documents, block_tokens=block_tokens, system=system, prompt=prompt
+    ) | given_values(encoding=encoding_of(context_tokens))
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
     web = given_values(max_pages=max_pages, allow_private=allow_private or None)
@@ -294,44 +287,36 @@ def _watch(
             note("No longer watching; what was committed is in the index.")
 
 
-def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:
-    """The engines whose KV is stored, including the one for long documents; None for those of the index."""
-    if long_documents is None:
-        return named
-    if long_documents not in ("apb", "none"):
-        raise UsageError(f"--long-documents is apb or none, not {long_documents!r}.")
-    kept = _kept(index, "engines") or IndexConfig().engines
-    others = tuple(name for name in (kept if named is None else named) if name != "apb")
-    return (*others, "apb") if long_documents == "apb" else others
-
-
-def _prompt(system: str | None, file: Path | None, index: Path) -> PromptConfig | None:
-    """The prompt of the index, or of the user file, with these texts; None for that of the index."""
-    if system is None and file is None:
-        return None
-    table = asdict(_kept(index, "prompt") or PromptConfig())
-    if file is not None:
-        given = parse_toml(text_of("prompt", file), source=str(file))
-        table |= given.get("prompt", given)
-    made: PromptConfig = build_config(PromptConfig, table | given_values(system=system), str(file or "--system"))
-    return made
-
-
-def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, Any]] | None:
-    """The tuning of the index, or of the user file, with these block lengths; None for that of the index."""
-    tuning = block_tuning(block_tokens)
-    if not tuning:
-        return None
-    kept: Mapping[str, Mapping[str, Any]] = _kept(index, "tuning") or {}
-    others = {name: value for name, value in kept.get("apb", {}).items() if name not in ("block", "anchor", "passing")}
-    return {**kept, "apb": {**others, **tuning["apb"]}}
-
-
-def _require_blocks(block_tokens: str | None, settings: Mapping[str, Any], index: Path) -> None:
-    """UsageError for block lengths if no documents are stored in blocks."""
-    engines = settings.get("engines") or _kept(index, "engines") or IndexConfig().engines
-    if block_tokens is not None and "apb" not in engines:
-        raise UsageError("--block-tokens is for documents that are stored in blocks; add --long-documents apb.")
+def _chosen(
+    settings: Mapping[str, Any],
+    index: Path,
+    *,
+    long_documents: str | None,
+    block_tokens: str | None,
+    system: str | None,
+    prompt: Path | None,
+) -> dict[str, Any]:
+    """The settings with those that options give in part, completed by the index's or the user file's."""
+    chosen, engines = dict(settings), settings.get("engines") or _kept(index, "engines") or IndexConfig().engines
+    if long_documents is not None:
+        if long_documents not in ("apb", "none"):
+            raise UsageError(f"--long-documents is apb or none, not {long_documents!r}.")
+        others = tuple(name for name in engines if name != "apb")
+        engines = chosen["engines"] = (*others, "apb") if long_documents == "apb" else others
+    if tuning := block_tuning(block_tokens):
+        if "apb" not in engines:
+            raise UsageError("--block-tokens is for documents that are stored in blocks; add --long-documents apb.")
+        before: Mapping[str, Mapping[str, Any]] = _kept(index, "tuning") or {}
+        lengths = ("block", "anchor", "passing")
+        rest = {name: value for name, value in before.get("apb", {}).items() if name not in lengths}
+        chosen["tuning"] = {**before, "apb": {**rest, **tuning["apb"]}}
+    if system is not None or prompt is not None:
+        words = asdict(_kept(index, "prompt") or PromptConfig())
+        if prompt is not None:
+            table = parse_toml(text_of("prompt", prompt), source=str(prompt))
+            words |= table.get("prompt", table)
+        chosen["prompt"] = build_config(PromptConfig, words | given_values(system=system), str(prompt or "--system"))
+    return chosen
 
 
 def _kept(index: Path, name: str) -> Any:
@@ -444,18 +429,15 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
     except KeyboardInterrupt:
         if last is None:
             raise  # nothing has begun; `main` has a general message for this
+        says = " before the first document was complete; run the same command to go on"
         if last.building:
             what = count(last.indexed, "document")
-            note(f"ragkv: interrupted; all {what} are in the index, and the next question makes what it searches by.")
-            raise typer.Exit(130) from None
-        if not last.indexed:
-            note("ragkv: interrupted before the first document was complete; run the same command to go on.")
-            raise typer.Exit(130) from None
-        are = "is" if last.sources == 1 else "are"
-        note(
-            f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
-            "run the same command to continue."
-        )
+            says = f"; all {what} are in the index, and the next question makes what it searches by"
+        elif last.indexed:
+            are = "is" if last.sources == 1 else "are"
+            says = f"; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
+            says += "run the same command to continue"
+        note(f"ragkv: interrupted{says}.")
         raise typer.Exit(130) from None
 
 
@@ -552,21 +534,14 @@ def _note_short(documents: Sequence[str]) -> None:
 
 def _notify(report: IngestReport, index: Path) -> None:
     show_skipped(report.skipped, report.left_out)
+    changes = {"add": report.added, "update": report.updated, "prune": report.pruned}
     add, update, drop = ("to add", "to update", "to prune") if report.dry_run else ("added", "updated", "pruned")
-    parts = [
-        f"{len(names):,} {word}"
-        for word, names in (
-            (add, report.added),
-            (update, report.updated),
-            ("unchanged", report.unchanged),
-            (drop, report.pruned),
-            ("skipped", report.skipped),
-        )
-        if names
-    ]
+    counts = {add: len(report.added), update: len(report.updated), "unchanged": len(report.unchanged)}
+    counts |= {drop: len(report.pruned), "skipped": len(report.skipped)}
+    parts = [f"{number:,} {word}" for word, number in counts.items() if number]
     summary = ", ".join(parts) or "no supported files found"
     if report.dry_run:
-        for word, names in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
+        for word, names in changes.items():
             for document_id in names:
                 echo(f"would {word} {document_id}")
         echo(f"{index}: {summary}; nothing was written.")

@@ -49,6 +49,7 @@ HISTORY: tuple[History, ...] = typing.get_args(History)
 MOST_STEPS = 8
 """The most searches for one question."""
 Count = Annotated[int, Meta(ge=1)]
+_Limit = Annotated[Count | Literal["auto"], Meta(description='a number from 1 up, or "auto"')]
 VECTORS = ("dense", "sparse", "colbert")
 _INGEST = frozenset({"ingest", "show"})
 _PLAN = _INGEST | {"plan"}
@@ -117,22 +118,18 @@ class StepsConfig:
     """
 
     count: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
-    prompt: str = "{question}"
-    query: str = "{question} {written}"
+    prompt: Annotated[str, Meta(pattern=r"\{question\}", description="a text with {question}")] = "{question}"
+    query: Annotated[str, Meta(pattern=r"\{written\}", description="a text with {written}")] = "{question} {written}"
     enough: str = ""
     max_new_tokens: Annotated[int, Meta(ge=1, le=1024)] = 48
     rewrite: bool = False
-    rewrite_prompt: str = (
-        "{history}\n\nWrite the last question so that it can be understood alone. Last question: {question}"
-    )
+    rewrite_prompt: Annotated[
+        str,
+        Meta(pattern=r"(?s)(?=.*\{history\})(?=.*\{question\})", description="a text with {history} and {question}"),
+    ] = "{history}\n\nWrite the last question so that it can be understood alone. Last question: {question}"
 
     def __post_init__(self) -> None:
         require_types(self, "steps.")
-        needed = {"prompt": ("question",), "query": ("written",), "rewrite_prompt": ("history", "question")}
-        for name, words in needed.items():
-            for word in words:
-                if f"{{{word}}}" not in getattr(self, name):
-                    raise ConfigError(f"steps.{name} must hold {{{word}}}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +151,13 @@ class IngestConfig:
     max_characters: Count = 16_000_000
     max_memory: int | str = "1GiB"
     max_seconds: Count = 60
-    ocr: str = "auto"
+    ocr: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*$",
+            description='"auto", "none", or languages of tesseract, as in "eng+deu"',
+        ),
+    ] = "auto"
     memory: int | str = "1GiB"
 
     def __post_init__(self) -> None:
@@ -164,8 +167,6 @@ class IngestConfig:
         for name in ("max_memory", "memory"):
             if byte_count(f"ingest.{name}", getattr(self, name)) < 64 << 20:
                 raise ConfigError(f"ingest.{name} must be at least 64MiB.")
-        if re.fullmatch(r"\w+(\+\w+)*", self.ocr, re.ASCII) is None:
-            raise ConfigError('ingest.ocr is "auto", "none", or languages of tesseract, as in "eng+deu".')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +177,16 @@ class RuntimeConfig:
     one sequence, or with pced one per chunk. "auto" is chosen by the available memory.
     """
 
-    batch_tokens: int | str = "auto"
-    max_sequences: int | str = "auto"
+    batch_tokens: _Limit = "auto"
+    max_sequences: _Limit = "auto"
 
     def __post_init__(self) -> None:
         require_types(self, "runtime.")
-        for name, value in (("batch_tokens", self.batch_tokens), ("max_sequences", self.max_sequences)):
-            if value != "auto" and (isinstance(value, str) or value < 1):
-                raise ConfigError(f'runtime.{name} must be a number from 1 up, or "auto", not {value!r}.')
 
     @property
     def given(self) -> dict[str, int]:
         """The limits that are set."""
-        found = {"batch_tokens": self.batch_tokens, "max_sequences": self.max_sequences}
-        return {name: value for name, value in found.items() if isinstance(value, int)}
+        return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
 
     def overridden(self, by: RuntimeConfig) -> RuntimeConfig:
         """These limits, replaced by those that `by` sets."""
@@ -207,7 +204,9 @@ class TierConfig:
     """
 
     url: str
-    namespace: str = "shared"
+    namespace: Annotated[
+        str, Meta(pattern="^[a-z0-9-]{1,64}$", description="1 to 64 lower-case letters, digits or hyphens")
+    ] = "shared"
     secret: str = ""
     timeout: Annotated[float, Meta(ge=0.001, le=60)] = 0.25
     ttl: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
@@ -221,8 +220,6 @@ class TierConfig:
                 f"tiers.url = {shortened(self.url)} must be a URL as in redis://HOST:6379 or file:///FOLDER."
             )
         _require_address("tiers.url", self.url)
-        if not re.fullmatch(r"[a-z0-9-]{1,64}", self.namespace):
-            raise ConfigError("tiers.namespace must be 1 to 64 lower-case letters, digits or hyphens.")
         if not re.fullmatch(r"\w{0,64}", self.secret, re.ASCII):
             raise ConfigError("tiers.secret must be the name of an environment variable.")
 
@@ -237,7 +234,9 @@ class QdrantConfig:
     """
 
     url: str = ""
-    collection: str = ""
+    collection: Annotated[
+        str, Meta(pattern="^[A-Za-z0-9_-]{0,200}$", description="letters, digits, hyphens and underscores")
+    ] = ""
     api_key: str = ""
     timeout: Annotated[int, Meta(ge=1, le=600)] = 10
 
@@ -248,8 +247,6 @@ class QdrantConfig:
                 f"qdrant.url = {shortened(self.url)} must be a URL as in http://HOST:6333, without a user or password."
             )
         _require_address("qdrant.url", self.url)
-        if not re.fullmatch(r"[A-Za-z0-9_-]{0,200}", self.collection):
-            raise ConfigError("qdrant.collection must be letters, digits, hyphens and underscores.")
         if not re.fullmatch(r"\w{0,64}", self.api_key, re.ASCII):
             raise ConfigError("qdrant.api_key must be the name of an environment variable.")
 
@@ -477,6 +474,8 @@ def _refusal(value: Any, hint: Any) -> str:
     except msgspec.ValidationError:
         kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         bounds = next((note for note in notes if isinstance(note, Meta)), None)
+        if bounds is not None and bounds.description:
+            return bounds.description
         if bounds is None or _refusal(value, kind):
             return _kind(kind)
         return f"at least {bounds.ge}" if bounds.le is None else f"from {bounds.ge} to {bounds.le}"

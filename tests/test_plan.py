@@ -8,7 +8,7 @@ import words
 from indexed import PAIR, write_texts
 
 from ragkv import RagKV, plan
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import UsageError
 from ragkv.plan import busy, disagreement, estimate_corpus, plan_ingest
 
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
@@ -136,18 +136,3 @@ def test_there_is_no_verdict_on_a_busy_machine(documents, settings, monkeypatch)
     quiet = plan_ingest(documents, **settings)
     assert quiet.pays is (quiet.first_token_seconds < quiet.prefill_seconds)
     assert (quiet.repaid_after is not None) is quiet.pays
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "what"),
-    [
-        *(({"seconds": each}, UsageError, "--seconds must be more than 0") for each in (0, -1, float("nan"))),
-        ({"engines": ("full",)}, UsageError, "full stores no KV, so there is nothing to plan; add one of ape"),
-        ({"codec": "zip"}, ConfigError, "unknown codec 'zip'"),
-        ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must be from 8 to 65536, not 1"),
-        ({"folder": Path("/nowhere")}, UsageError, "A temporary folder cannot be made in /nowhere"),
-    ],
-)
-def test_bad_input_says_what_to_do(documents, settings, changes, error, what):
-    with pytest.raises(error, match=what):
-        plan_ingest(documents, **settings | changes)

@@ -6,18 +6,15 @@ import logging
 import sys
 import unicodedata
 import warnings
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from outcome import Terminal
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from ragkv.cli import console
-from ragkv.cli import console as progress
 from ragkv.cli.options import indexes
 from ragkv.util.display import json_text, one_line, visible
 
@@ -144,20 +141,6 @@ def test_a_narrow_terminal_hides_no_name_and_cuts_no_figure(monkeypatch):
     ]
 
 
-def test_notes_and_errors_are_lines(monkeypatch):
-    err = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", err)
-    console.note(f"a\nb [/x] :bug: {ESCAPES}")
-    console.note_text(f"a\n\tb{ESCAPES}")
-    console.fail(f"Bad {ESCAPES}\r\n name.")
-    assert err.getvalue().splitlines() == [
-        r"a\nb [/x] :bug: \x1b]52;c;SGk=\x07",
-        "a",
-        r"        b\x1b]52;c;SGk=\x07",  # a tab as rich expands it
-        r"ragkv: Bad \x1b]52;c;SGk=\x07\r\n name.",
-    ]
-
-
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # stdout uses the second in the C locale
 def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch, errors):
     raw = io.BytesIO()
@@ -170,29 +153,6 @@ def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch, errors)
     first, second = raw.getvalue().decode("ascii").splitlines()
     assert first == r"\xe9 \u2026"
     assert json.loads(second) == {"é": "\x9b🙂"}
-
-
-class Kept(Progress):
-    """A progress bar that is redrawn at its end, and kept."""
-
-    def __init__(self, *columns: Any, **options: Any) -> None:
-        super().__init__(*columns, **options | {"transient": False})
-
-
-def test_bars_show_names_as_they_are_written(monkeypatch):
-    err = Terminal()
-    monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("rich.progress.Progress", Kept)
-    with progress.percent_bar(False) as show:
-        assert show is not None
-        show(f"[/x][red]{ESCAPES}", 1, 2, "[b]")
-    with progress.steps("query", silent=False) as step:
-        step(1, 2, f"[/x] {ESCAPES}\n")
-    assert "\x1b]52" not in err.getvalue()
-    assert "[/x][red]" in err.getvalue()
-    assert r"\x1b]52" in err.getvalue()
 
 
 def test_tab_offers_no_name_that_a_shell_would_obey(tmp_path, monkeypatch):

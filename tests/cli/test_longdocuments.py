@@ -25,30 +25,6 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_appending_to_a_book_encodes_one_block(ragkv, tmp_path, model, source):
-    def ingested(index: Path) -> dict:
-        command = ("ingest", source, "--index", index, "--model", model, *APB, "--block-tokens", GIVEN, "--json")
-        result = ragkv(*command)
-        assert (result.code, "one block" in result.err) == (0, False), result.err
-        return json.loads(result.out)
-
-    def answered(index: Path) -> dict:
-        asked = ragkv("query", book(1), "--index", index, "--engine", "apb", "--max-new-tokens", 8, "--json")
-        return json.loads(asked.out)
-
-    index, fresh = tmp_path / "index", tmp_path / "fresh"
-    assert ingested(index)["kv_encoded"] == BLOCKS + 1  # including the anchor
-    with source.open("a") as stream:
-        stream.write(book(BLOCKS + 1).removeprefix(book(BLOCKS)))
-    report = ingested(index)
-    assert (report["updated"], report["kv_encoded"], report["kv_reused"]) == ([str(source)], 1, BLOCKS + 1)
-    assert report["one_block"] == []
-    grown = answered(index)
-    assert (grown["kv"]["hits"], grown["kv"]["misses"]) == (BLOCKS + 1, 0)
-    assert ingested(fresh)["kv_encoded"] == BLOCKS + 2
-    assert answered(fresh)["answer"] == grown["answer"] != ""
-
-
 def test_what_is_too_short_is_said_once(ragkv, tmp_path, model, source):
     command = ("ingest", "--index", tmp_path / "index", "--model", model, *APB)
     one = ragkv(*command, source, "--json")

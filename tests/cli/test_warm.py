@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from ragkv.config import CONFIG_FILE, load_config
-
 TEXT = "Halden Works was founded by Mira Oskel in 1907. " * 12
 
 
@@ -47,15 +45,3 @@ def test_kv_is_made_ahead_and_kept_within_a_budget(ragkv, lazy, tmp_path):
     assert 0 < found["kv_budget_used"] <= 1
     assert found["kv_evictions"] > 0
     assert ragkv("verify", "--index", lazy).code == 0
-
-
-def test_config_set_changes_one_line_and_leaves_the_comments(ragkv, lazy):
-    path = lazy / CONFIG_FILE
-    before = path.read_text().splitlines()
-    [at] = [number for number, line in enumerate(before) if line.startswith("top_k = ")]
-    before[at] += "  # our notes are short"
-    path.write_text("\n".join(["# ours", *before, "# until here"]))
-    read(ragkv, "config", "set", "top_k=3", "--index", lazy)
-    before[at] = "top_k = 3  # our notes are short"
-    assert path.read_text() == "\n".join(["# ours", *before, "# until here"])
-    assert load_config(lazy).top_k == 3

@@ -234,7 +234,7 @@ def test_limits_of_the_index_and_of_the_memory(rag):
     assert "[runtime]" not in IndexConfig().to_toml()
     config = IndexConfig(runtime=RuntimeConfig(max_sequences=8))
     assert IndexConfig.from_toml(config.to_toml()) == config
-    with pytest.raises(ConfigError, match=r"runtime.max_sequences must be a number"):
+    with pytest.raises(ConfigError, match=r"max_sequences must be a number"):
         IndexConfig.from_toml('[runtime]\nmax_sequences = "many"\n')
     small, large = (limits_for(rag.model, memory=memory, budget=5) for memory in (1 << 20, 1 << 40))
     token = rag.index.shape.token_bytes

@@ -251,7 +251,7 @@ def test_a_server_that_fails_is_named_in_a_sentence(make, documents, tmp_path, s
         ('url = "http://["', "a host and a port"),
         ('collection = "../a"', "letters, digits"),
         ('api_key = "A B"', "environment variable"),
-        ("timeout = 0", "1 and 600"),
+        ("timeout = 0", "from 1 to 600, not 0"),
         ('colour = "red"', "unknown key 'colour'"),
     ],
 )

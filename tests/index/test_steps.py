@@ -195,9 +195,9 @@ def test_what_cannot_be_is_one_sentence_and_the_file_keeps_the_rest(rag):
             rag.query(QUESTION, steps=steps)
     wrong = {
         "count = 9": "[steps]: count must be from 1 to 8, not 9",
-        'prompt = "x"': "steps.prompt must hold {question}",
-        'query = "{question}"': "steps.query must hold {written}",
-        'rewrite_prompt = "{question}"': "steps.rewrite_prompt must hold {history}",
+        'prompt = "x"': "prompt must be a text with {question}, not 'x'",
+        'query = "{question}"': "query must be a text with {written}",
+        'rewrite_prompt = "{question}"': "rewrite_prompt must be a text with {history} and {question}",
         "max_new_tokens = 0": "[steps]: max_new_tokens must be from 1 to 1024, not 0",
         'rewrite = "yes"': "rewrite must be true or false, not 'yes'",
         "more = 1": "unknown key 'more'",
