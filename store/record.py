@@ -319,9 +319,8 @@ class Manifest:
     @classmethod
     def _parse_body(cls, body: memoryview) -> Self:
         head = _HEAD.unpack_from(body)
-        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec, states, states_bytes = head[
-            2:
-        ]
+        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments = head[2:9]
+        model, codec, states, states_bytes = head[9:]
         lengths = (
             model,
             codec,
