@@ -34,8 +34,8 @@ _BLOCK = 1 << 21  # postings that a merge moves at once
 
 def term_hashes(words: Iterable[str]) -> NDArray[Any]:
     """The hashes of words, `(words,)` of type S16, in the order of the words."""
-    made = (hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=16).digest() for word in words)
-    return np.frombuffer(b"".join(made), dtype="S16")
+    hashes = (hashlib.blake2b(packed(word), digest_size=16).digest() for word in words)
+    return np.frombuffer(b"".join(hashes), dtype="S16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,8 +59,7 @@ class Postings:
         place = np.empty(len(keys), dtype=np.int32)
         place[order] = np.arange(len(keys), dtype=np.int32)
         word_of = place[word_of]
-        starts = np.zeros(len(keys) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(word_of, minlength=len(keys)), out=starts[1:])
+        starts = _starts(np.bincount(word_of, minlength=len(keys)))
         by_word = np.argsort(word_of, kind="stable")
         return cls(words=keys[order], starts=starts, rows=rows[by_word], numbers=numbers[by_word])
 
@@ -197,14 +196,14 @@ def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
         return np.asarray(np.memmap(file, dtype, mode="r", offset=file.tell(), shape=(length,)))
 
 
-_ARRAYS = {"text": "uint8", "cuts": "int64", "keys": "S16", "order": "int32"}
+_ARRAYS = {"keys": "S16", "order": "int32"}
 KEY_BYTES = 16
 _CONTINUES = 0x80  # the top bits of a byte that continues a character in UTF-8, under the mask 0xC0
 
 
 def id_key(chunk_id: str) -> bytes:
     """The key of a chunk id."""
-    return hashlib.blake2b(chunk_id.encode("utf-8", "surrogatepass"), digest_size=32).digest()[:KEY_BYTES]
+    return hashlib.blake2b(packed(chunk_id), digest_size=32).digest()[:KEY_BYTES]
 
 
 def keys_of(chunk_ids: Iterable[str]) -> NDArray[Any]:
@@ -212,14 +211,68 @@ def keys_of(chunk_ids: Iterable[str]) -> NDArray[Any]:
     return np.frombuffer(b"".join(map(id_key, chunk_ids)), dtype="S16")
 
 
-def require_texts(text: NDArray[np.uint8], cuts: NDArray[np.int64]) -> None:
-    """`ValueError` unless `cuts` cut a text in UTF-8 into texts that can be decoded."""
-    if not len(cuts) or cuts[0] != 0 or cuts[-1] != len(text) or (cuts[1:] < cuts[:-1]).any():
-        raise ValueError("its texts are not those of its rows")
-    str(text.tobytes(), "utf-8", "surrogatepass")  # `UnicodeDecodeError`, which is a `ValueError`
-    begins = cuts[cuts < len(text)]
-    if ((text[begins] & 0xC0) == _CONTINUES).any():
-        raise ValueError("a text begins within a character")
+def packed(text: str) -> bytes:
+    """The UTF-8 of a text, in which a lone surrogate, as of a file name, is kept."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts(Sequence[bytes]):
+    """Concatenated texts in UTF-8: text `at` is `text[cuts[at] : cuts[at + 1]]`."""
+
+    text: NDArray[np.uint8]
+    cuts: NDArray[np.int64]
+
+    PARTS: ClassVar = ("text.npy", "cuts.npy")
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes]) -> Self:
+        return cls(np.frombuffer(b"".join(texts), dtype=np.uint8), _starts([len(text) for text in texts]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Texts, NDArray[np.bool_]]]) -> Self:
+        """Concatenate several, with the texts that each mask keeps."""
+        lengths = [np.diff(texts.cuts) for texts, _ in parts]
+        bodies = [texts.text[np.repeat(kept, length)] for (texts, kept), length in zip(parts, lengths, strict=True)]
+        sizes = [length[kept] for (_, kept), length in zip(parts, lengths, strict=True)]
+        return cls(np.concatenate(bodies), _starts(np.concatenate(sizes)))
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.text[self.cuts[at] : self.cuts[at + 1]].tobytes()
+
+    def many(self, low: int, high: int) -> list[bytes]:
+        """The texts from `low` up to `high`."""
+        cuts = self.cuts[low : high + 1].tolist()
+        whole = self.text[cuts[0] : cuts[-1]].tobytes()
+        return [whole[start - cuts[0] : end - cuts[0]] for start, end in pairwise(cuts)]
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write the files `name.<part>` for all `PARTS`."""
+        np.save(folder / f"{name}.text.npy", self.text)
+        np.save(folder / f"{name}.cuts.npy", self.cuts)
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Self:
+        """Map what `write` wrote; `ValueError` unless each text can be decoded."""
+        text = mapped_array(folder / f"{name}.text.npy", ("uint8",))
+        cuts = mapped_array(folder / f"{name}.cuts.npy", ("int64",))
+        if not len(cuts) or cuts[0] != 0 or cuts[-1] != len(text) or (cuts[1:] < cuts[:-1]).any():
+            raise ValueError("its texts are not those of its rows")
+        str(text.tobytes(), "utf-8", "surrogatepass")  # `UnicodeDecodeError`, which is a `ValueError`
+        begins = cuts[cuts < len(text)]
+        if ((text[begins] & 0xC0) == _CONTINUES).any():
+            raise ValueError("a text begins within a character")
+        return cls(text, cuts)
+
+
+def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of several parts begins, and the end."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
 def find_sorted(wanted: NDArray[Any], among: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -234,48 +287,39 @@ def find_sorted(wanted: NDArray[Any], among: NDArray[Any]) -> tuple[NDArray[np.i
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IdTable:
-    """`row` has the id `text[cuts[row] : cuts[row + 1]]`. `keys` are ascending; `keys[i]` is that of row `order[i]`."""
+    """The ids of rows. `keys` are ascending; `keys[i]` is that of row `order[i]`."""
 
-    text: NDArray[np.uint8]  # (bytes,), UTF-8
-    cuts: NDArray[np.int64]  # (rows + 1,)
+    texts: Texts
     keys: NDArray[Any]  # (rows,) S16
     order: NDArray[np.int32]  # (rows,)
 
-    PARTS: ClassVar = tuple(f"{name}.npy" for name in _ARRAYS)
+    PARTS: ClassVar = (*Texts.PARTS, *(f"{name}.npy" for name in _ARRAYS))
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, row: int) -> str:
-        return str(self.text[self.cuts[row] : self.cuts[row + 1]].tobytes(), "utf-8", "surrogatepass")
+        return str(self.texts[row], "utf-8", "surrogatepass")
 
     @classmethod
     def of(cls, chunk_ids: Sequence[str]) -> Self:
         """The table of these ids, one per row; no id may occur twice (`repeated`)."""
-        encoded = [chunk_id.encode("utf-8", "surrogatepass") for chunk_id in chunk_ids]
-        cuts = np.zeros(len(encoded) + 1, dtype=np.int64)
-        np.cumsum([len(each) for each in encoded], out=cuts[1:])
-        return cls._sorted(np.frombuffer(b"".join(encoded), dtype=np.uint8), cuts, keys_of(chunk_ids))
+        return cls._sorted(Texts.of(list(map(packed, chunk_ids))), keys_of(chunk_ids))
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[IdTable, NDArray[np.bool_]]]) -> Self:
         """Concatenate several tables, with the rows that each mask keeps."""
-        texts, lengths, keys = [], [], []
+        keys = []
         for id_table, living in parts:
-            length = np.diff(id_table.cuts)
-            texts.append(id_table.text[np.repeat(living, length)])
-            lengths.append(length[living])
             by_row = np.empty_like(id_table.keys)
             by_row[id_table.order] = id_table.keys
             keys.append(by_row[living])
-        cuts = np.zeros(sum(map(len, lengths)) + 1, dtype=np.int64)
-        np.cumsum(np.concatenate(lengths), out=cuts[1:])
-        return cls._sorted(np.concatenate(texts), cuts, np.concatenate(keys))
+        return cls._sorted(Texts.joined([(table.texts, living) for table, living in parts]), np.concatenate(keys))
 
     @classmethod
-    def _sorted(cls, text: NDArray[np.uint8], cuts: NDArray[np.int64], keys: NDArray[Any]) -> Self:
+    def _sorted(cls, texts: Texts, keys: NDArray[Any]) -> Self:
         order = np.argsort(keys, kind="stable")
-        return cls(text=text, cuts=cuts, keys=keys[order], order=order.astype(np.int32))
+        return cls(texts=texts, keys=keys[order], order=order.astype(np.int32))
 
     def repeated(self) -> str | None:
         """An id that occurs twice, or None."""
@@ -296,21 +340,22 @@ class IdTable:
 
     def write(self, folder: Path, name: str) -> None:
         """Write the files `name.<part>` for all `PARTS`."""
+        self.texts.write(folder, name)
         for part in _ARRAYS:
             np.save(folder / f"{name}.{part}.npy", getattr(self, part))
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
         """Map what `write` wrote; `ValueError` unless each row has a decodable id and its own key."""
-        self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()})
-        rows, cuts = len(self), self.cuts
-        if len(self.keys) != rows or len(cuts) != rows + 1:
+        keys, order = (mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items())
+        self = cls(texts=Texts.read(folder, name), keys=keys, order=order)
+        rows = len(self)
+        if len(keys) != rows or len(self.texts) != rows:
             raise ValueError("its ids are not those of its rows")
-        if not (self.keys[:-1] < self.keys[1:]).all():
+        if not (keys[:-1] < keys[1:]).all():
             raise ValueError("its ids are in no order")
-        if rows and (self.order.min() < 0 or self.order.max() >= rows or np.bincount(self.order).min() != 1):
+        if rows and (order.min() < 0 or order.max() >= rows or np.bincount(order).min() != 1):
             raise ValueError("its keys do not lead to each row")
-        require_texts(self.text, cuts)
         return self
 
 

@@ -148,32 +148,39 @@ class Folder:
         return [limit for limit in found if isinstance(limit, int) and 0 < limit < UNLIMITED]
 
 
-def locate_embedder(name: str) -> Folder:
-    """The checkpoint of the embedder `name`: "mini", a folder, or a hub id, which is downloaded.
+Role = Literal["embedder", "reranker"]
 
-    ModelLoadError if there is none, or if a file is missing without which its vectors would be noise.
+
+def find(name: str, role: Role) -> Folder | None:
+    """Like `locate`, but None if the checkpoint would have to be downloaded."""
+    checkpoint = resolve(name, bundled=_bundled(role), marks=("config.json", _MODULES))
+    return locate(name, role) if checkpoint.local or _snapshot(name, offline=True) is not None else None
+
+
+def locate(name: str, role: Role) -> Folder:
+    """The checkpoint called `name`: "mini", a folder, or a hub id, which is downloaded.
+
+    ModelLoadError if there is none, or if a file is missing without which its vectors or scores would be noise.
     """
-    return _locate(name, embedder_path, _embedder_layout)
+    checkpoint = resolve(name, bundled=_bundled(role), marks=("config.json", _MODULES))
+    if checkpoint.local:
+        return _judged(name, Path(checkpoint.location), role, commit=None)
+    # Prefer the cached version, so that a newer one on the hub does not change the embedder of an index.
+    cached = _snapshot(name, offline=True)
+    if cached is not None:
+        try:
+            return _judged(name, cached, role, commit=cached.name)
+        except ModelLoadError as error:
+            logger.info("fetching %s again: %s", name, error)  # perhaps an earlier download was interrupted
+    else:
+        require_on_hub(name)
+    fetched = _snapshot(name, offline=False)
+    assert fetched is not None
+    return _judged(name, fetched, role, commit=fetched.name)
 
 
-def find_embedder(name: str) -> Folder | None:
-    """Like `locate_embedder`, but None if it would have to be downloaded."""
-    return _find(name, embedder_path, _embedder_layout)
-
-
-def locate_reranker(name: str) -> Folder:
-    """Like `locate_embedder`, for a cross-encoder."""
-    return _locate(name, reranker_path, _reranker_layout)
-
-
-def find_reranker(name: str) -> Folder | None:
-    """Like `locate_reranker`, but None if it would have to be downloaded."""
-    return _find(name, reranker_path, _reranker_layout)
-
-
-def _find(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str], Layout]) -> Folder | None:
-    checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
-    return _locate(name, bundled, layout) if checkpoint.local or _snapshot(name, offline=True) is not None else None
+def _bundled(role: Role) -> Callable[[], Path]:
+    return embedder_path if role == "embedder" else reranker_path
 
 
 def _embedder_layout(folder: Path, name: str) -> Layout:
@@ -191,35 +198,18 @@ def _embedder_layout(folder: Path, name: str) -> Layout:
 
 
 def _reranker_layout(folder: Path, name: str) -> Layout:
-    made = _read(folder / "config.json").get("architectures") or []
-    if not any(str(kind).endswith("ForSequenceClassification") for kind in made):
+    kinds = [str(kind) for kind in _read(folder / "config.json").get("architectures") or []]
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise ModelLoadError(
-            f"Reranker {name!r} has no classification head (architectures: {', '.join(map(str, made)) or 'none'}); "
+            f"Reranker {name!r} has no classification head (architectures: {', '.join(kinds) or 'none'}); "
             "give a cross-encoder such as BAAI/bge-reranker-v2-m3."
         )
     return "cross-encoder"
 
 
-def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str], Layout]) -> Folder:
-    checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
-    if checkpoint.local:
-        return _judged(name, Path(checkpoint.location), layout, commit=None)
-    # Prefer the cached version, so that a newer one on the hub does not change the embedder of an index.
-    cached = _snapshot(name, offline=True)
-    if cached is not None:
-        try:
-            return _judged(name, cached, layout, commit=cached.name)
-        except ModelLoadError as error:
-            logger.info("fetching %s again: %s", name, error)  # perhaps an earlier download was interrupted
-    if cached is None:
-        require_on_hub(name)
-    fetched = _snapshot(name, offline=False)
-    assert fetched is not None
-    return _judged(name, fetched, layout, commit=fetched.name)
-
-
-def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, commit: str | None) -> Folder:
-    candidate = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
+def _judged(name: str, path: Path, role: Role, *, commit: str | None) -> Folder:
+    layout = _embedder_layout(path, name) if role == "embedder" else _reranker_layout(path, name)
+    candidate = Folder(name=name, path=path, layout=layout, commit=commit)
     if not any(file.match(pattern) for file in candidate.files() for pattern in WEIGHTS):
         raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
     for config in {*candidate.files(), *path.glob("*config.json")}:
@@ -465,7 +455,7 @@ class BGEM3(CheckpointModel):
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
-        folder = locate_embedder(name) if isinstance(name, str) else name
+        folder = locate(name, "embedder") if isinstance(name, str) else name
         self.modes: frozenset[ScoreKind] = ALL_KINDS if modes is None else frozenset(modes)
         if folder.layout != "bge-m3":
             raise ModelLoadError(
@@ -591,7 +581,7 @@ class SentenceEmbedder(CheckpointModel):
 
         Raises ModelLoadError, or ConfigError for more tokens than the model has positions for.
         """
-        folder = locate_embedder(name) if isinstance(name, str) else name
+        folder = locate(name, "embedder") if isinstance(name, str) else name
         if folder.layout != "sentence-transformers":
             raise ModelLoadError(
                 f"Embedder {folder.name!r} has no modules.json: it is not a sentence-transformers model."
@@ -685,7 +675,7 @@ def load_embedder(
     if name in EMBEDDERS:
         embedder: Embedder = load_plugin(EMBEDDERS, name, Embedder, device=device, max_tokens=max_tokens)
     else:
-        folder = locate_embedder(name)
+        folder = locate(name, "embedder")
         if folder.layout == "bge-m3":
             embedder = BGEM3(folder, device=device, max_tokens=max_tokens, modes=modes)
         else:
@@ -707,7 +697,7 @@ def embedder_fingerprint(name: str, max_tokens: int | None = None) -> str:
             return load_embedder(name, device="cpu", max_tokens=max_tokens).fingerprint
         result: str = known(max_tokens)
         return result
-    folder = locate_embedder(name)
+    folder = locate(name, "embedder")
     return folder.fingerprint(folder.max_tokens(max_tokens))
 
 
@@ -721,7 +711,7 @@ def embedder_modes(name: str, *, fetch: bool = True) -> frozenset[ScoreKind] | N
         if isinstance(known, frozenset):
             return known
         return load_embedder(name, device="cpu").modes
-    folder = locate_embedder(name) if fetch else find_embedder(name)
+    folder = locate(name, "embedder") if fetch else find(name, "embedder")
     if folder is None:
         return None
     return ALL_KINDS if folder.layout == "bge-m3" else SentenceEmbedder.modes
@@ -735,7 +725,7 @@ def embedder_stamp(name: str, max_tokens: int | None = None) -> str:
     """
     if name in EMBEDDERS:
         return embedder_fingerprint(name, max_tokens)
-    folder = locate_embedder(name)
+    folder = locate(name, "embedder")
     return folder.stamp(folder.max_tokens(max_tokens))
 
 

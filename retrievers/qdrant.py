@@ -2,7 +2,7 @@
 
 A collection is derived from one index's store, as the other retrieval indexes are, and is trusted as little. Qdrant
 only proposes chunks: a proposal that the store does not hold, or that the question may not see, is dropped and counted,
-and the scores are computed from the store's own vectors, in the same way as by `DenseIndex` and `SparseIndex`. So
+and the scores are computed from the store's own vectors, by a `DenseIndex` or `SparseIndex` over the proposals. So
 nothing in Qdrant can add a chunk to an answer or change a score; what is missing there is not found.
 
 A point is a chunk. Its id is the chunk id's key, so a set of chunks is a filter of ids. Its payload has the chunk id, a
@@ -25,22 +25,20 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import numpy as np
-
 from ragkv.config import QdrantConfig
 from ragkv.errors import ConfigError, RetrievalError, extra
 from ragkv.retrievers.arrays import IdSet, id_key
 from ragkv.retrievers.base import Hit, ScoreKind, best_hits
-from ragkv.retrievers.vectors import EXTRA, TIE, is_zero_dense, is_zero_sparse
+from ragkv.retrievers.vectors import EXTRA, TIE, DenseIndex, SparseIndex, is_zero_dense, is_zero_sparse
 
 if TYPE_CHECKING:
     from qdrant_client import models
 
 BATCH = 128
 """Points in one request, which stays below Qdrant's limit of 32 MB with vectors of 4096 numbers."""
-MOST_TERMS = 20_000
+MAX_TERMS = 20_000
 """Values or ids in one filter; a set with more is searched in several requests, whose best hits are merged."""
-MOST_PROPOSALS = 1 << 14
+MAX_PROPOSALS = 1 << 14
 """How many proposals a search may request to find all chunks that tie with the last one."""
 _META = "ragkv"
 _SCHEMA = 2
@@ -224,7 +222,7 @@ class QdrantCollection:
 
 
 def _cut(items: list[str]) -> list[list[str]]:
-    return [items[start : start + MOST_TERMS] for start in range(0, len(items), MOST_TERMS)]
+    return [items[start : start + MAX_TERMS] for start in range(0, len(items), MAX_TERMS)]
 
 
 def _is_zero(vector: Any, what: str) -> bool:
@@ -247,39 +245,27 @@ class QdrantIndex:
             return []
         some = among if among is None or isinstance(among, IdSet) else IdSet.of(among)
         asked = self.collection.sparse(query) if isinstance(query, Mapping) else query.astype("f4").tolist()
-        found: dict[str, float] = {}
+        best: dict[str, Hit] = {}
         for chosen in self.collection.filters(some):
-            found |= self._best(query, asked, k, chosen, some)
-        return best_hits((Hit(chunk_id=chunk_id, score=score) for chunk_id, score in found.items()), k)
+            best |= {hit.chunk_id: hit for hit in self._best(query, asked, k, chosen, some)}
+        return best_hits(best.values(), k)
 
-    def _best(
-        self, query: Any, asked: Any, k: int, chosen: models.Filter | None, among: IdSet | None
-    ) -> dict[str, float]:
-        """The best chunks of a filter with their scores: at least `k`, and all that tie with the last one."""
+    def _best(self, query: Any, asked: Any, k: int, chosen: models.Filter | None, among: IdSet | None) -> list[Hit]:
+        """The best chunks of a filter: at least `k`, and all that tie with the last one."""
         want = k + EXTRA
         while True:
             proposed = self.collection.propose(self.score_kind, asked, want, chosen)
-            names = [chunk_id for chunk_id, _ in proposed]
-            stored = self.vectors(names)
-            seen = [name for name in names if name in stored and (among is None or name in among)]
-            scores = {name: _score(query, stored[name]) for name in seen}
-            best = sorted(scores.values(), reverse=True)[:k]
+            stored = self.vectors([chunk_id for chunk_id, _ in proposed])
+            seen = {name: vector for name, vector in stored.items() if among is None or name in among}
+            index: Any = DenseIndex() if self.score_kind == "dense" else SparseIndex()
+            index.update(seen.items(), (), generation=0, embedder="")
+            hits: list[Hit] = index.search(query, max(1, len(seen)))
             # Nothing better comes below the last proposal, except for the rounding of Qdrant's scores.
-            complete = len(best) == k and proposed[-1][1] < best[-1] - TIE * max(1.0, abs(best[-1]))
-            if len(proposed) < want or complete or want >= MOST_PROPOSALS:
+            complete = len(hits) >= k and proposed[-1][1] < hits[k - 1].score - TIE * max(1.0, abs(hits[k - 1].score))
+            if len(proposed) < want or complete or want >= MAX_PROPOSALS:
                 break
             want *= 4
-        if gone := len(names) - len(seen):
+        if gone := len(proposed) - len(seen):
             self.collection.dropped += gone
             logger.info("%d chunks that Qdrant proposed are not in the index", gone)
-        return {name: score for name, score in scores.items() if score > 0 or self.score_kind != "sparse"}
-
-
-def _score(query: Any, vector: Any) -> float:
-    """The score as computed by `DenseIndex` and `SparseIndex`, with the same operations in the same order."""
-    if not isinstance(query, Mapping):
-        return float(np.float32((vector.astype(np.float64) * query.astype(np.float64)).sum()))
-    total = np.float32(0)
-    for token, weight in query.items():
-        total += np.float32(vector.get(token, 0.0)) * np.float32(weight)
-    return float(total)
+        return hits

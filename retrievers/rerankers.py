@@ -23,7 +23,7 @@ from ragkv.retrievers.embedders import (
     in_batches,
     load_plugin,
     loading,
-    locate_reranker,
+    locate,
     padded,
     require_numbers,
     require_weights,
@@ -43,7 +43,7 @@ class CrossEncoder(CheckpointModel):
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
-        folder = locate_reranker(name) if isinstance(name, str) else name
+        folder = locate(name, "reranker") if isinstance(name, str) else name
         super().__init__(folder, max_tokens=max_tokens)
         if self.max_tokens < 16:
             raise ConfigError(f"max_tokens of a reranker must be at least 16, not {self.max_tokens}.")
@@ -136,5 +136,5 @@ def reranker_fingerprint(name: str) -> str:
     """An identifier of a reranker for stored results, without loading it; for a plug-in, its name."""
     if name in RERANKERS:
         return name
-    folder = locate_reranker(name)
+    folder = locate(name, "reranker")
     return folder.fingerprint(folder.max_tokens(None))

@@ -1,7 +1,7 @@
 """Filter chunks by conditions on their documents' names, fields and metadata.
 
 The fields and chunks of all documents are in an index of their own, `derived/fields`, which follows the store in
-segments, as the retrieval indexes do. A row is a document. A segment stores the values of each field in order, so a
+segments, as the retrieval indexes do. A row is a document. A segment stores the values of all fields in order, so a
 value or prefix is found by binary search in mapped files, and a condition costs only as much as it matches. Only a
 pattern that begins with a wildcard is tried on all values. The result for a list of conditions is cached as the same
 object until it changes, so searches can cache what they derive from it.
@@ -12,33 +12,31 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import glob
+import hashlib
 import re
 import threading
 import unicodedata
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragkv.errors import UsageError
-from ragkv.retrievers.arrays import IdSet, mapped_array, require_texts
+from ragkv.retrievers.arrays import IdSet, Texts, mapped_array, packed
 from ragkv.retrievers.qdrant import term
 from ragkv.retrievers.segments import IndexSegment, Segmented
 from ragkv.store import StoredDocument
 from ragkv.types import Document
 
 _FIELDS = ("source", "title", "media_type", "document_id")
-MOST_CONDITIONS = 256
-MOST_PATTERN_CHARACTERS = 1024
+MAX_CONDITIONS = 256
+MAX_PATTERN_CHARACTERS = 1024
 """The limit for patterns and names of fields, which may come from untrusted clients."""
 
 
@@ -74,8 +72,8 @@ def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
 
     UsageError for a malformed or too long condition, and for too many of them.
     """
-    if len(conditions) > MOST_CONDITIONS:
-        raise UsageError(f"--where takes at most {MOST_CONDITIONS} conditions, not {len(conditions)}.", param="where")
+    if len(conditions) > MAX_CONDITIONS:
+        raise UsageError(f"--where takes at most {MAX_CONDITIONS} conditions, not {len(conditions)}.", param="where")
     wanted: dict[str, dict[str, None]] = {}
     for condition in conditions:
         name, sign, pattern = (part.strip() for part in composed(condition).partition("="))
@@ -180,9 +178,9 @@ def is_pattern(name: str) -> bool:
 
 def _require_short(pattern: str, *, param: str | None = None) -> None:
     """UsageError for a pattern or a field's name that is too long."""
-    if len(pattern) > MOST_PATTERN_CHARACTERS:
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise UsageError(
-            f"A pattern has at most {MOST_PATTERN_CHARACTERS} characters, and {pattern[:40]!r}… has {len(pattern)}.",
+            f"A pattern has at most {MAX_PATTERN_CHARACTERS} characters, and {pattern[:40]!r}… has {len(pattern)}.",
             param=param,
         )
 
@@ -195,7 +193,7 @@ class Pattern:
     """A pattern with `*`, `?` and `[…]`, as in `fnmatch.fnmatchcase`.
 
     Matching takes time in proportion to the text times the pattern's length, which is why that is limited
-    (`MOST_PATTERN_CHARACTERS`).
+    (`MAX_PATTERN_CHARACTERS`).
     """
 
     def __init__(self, pattern: str) -> None:
@@ -206,13 +204,8 @@ class Pattern:
         return self._match(text) is not None
 
 
-_MOST_CONDITIONS = 64  # conditions whose results are cached for each segment
+_FIELD_DIGITS = 16
 _ARRAYS = {
-    "fields.text": "uint8",
-    "fields.cuts": "int64",
-    "spans": "int64",
-    "values.text": "uint8",
-    "values.cuts": "int64",
     "starts": "int64",
     "rows": "int32",
     "chunks": "S16",
@@ -231,41 +224,14 @@ class DocumentMetadata:
     chunks: NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts(Sequence[bytes]):
-    """Concatenated texts in UTF-8: text `at` is `text[cuts[at] : cuts[at + 1]]`."""
-
-    text: NDArray[np.uint8]
-    cuts: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, texts: Sequence[bytes]) -> Self:
-        cuts = np.zeros(len(texts) + 1, dtype=np.int64)
-        np.cumsum([len(each) for each in texts], out=cuts[1:])
-        return cls(np.frombuffer(b"".join(texts), dtype=np.uint8), cuts)
-
-    def __len__(self) -> int:
-        return len(self.cuts) - 1
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.text[self.cuts[at] : self.cuts[at + 1]].tobytes()
-
-    def many(self, low: int, high: int) -> list[bytes]:
-        """The texts from `low` up to `high`."""
-        cuts = self.cuts[low : high + 1].tolist()
-        whole = self.text[cuts[0] : cuts[-1]].tobytes()
-        return [whole[start - cuts[0] : end - cuts[0]] for start, end in pairwise(cuts)]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Fields:
-    """Field `f` has the values `values[spans[f] : spans[f + 1]]`, ascending; value `v` is that of the documents in the
-    rows `rows[starts[v] : starts[v + 1]]`. `chunks` are ascending; that of `chunks[c]` is in row `owners[c]`.
+    """A value is a hash of its field and the text, so that those of a field lie together. Value `v` is that of the
+    documents in the rows `rows[starts[v] : starts[v + 1]]`. `chunks` are ascending; that of `chunks[c]` is in row
+    `owners[c]`.
     """
 
-    fields: _Texts  # ascending
-    spans: NDArray[np.int64]  # (fields + 1,)
-    values: _Texts
+    values: Texts  # ascending
     starts: NDArray[np.int64]  # (values + 1,)
     rows: NDArray[np.int32]  # (postings,), ascending within a value
     chunks: NDArray[Any]  # (chunks,) S16
@@ -274,45 +240,33 @@ class _Fields:
     @classmethod
     def collect(
         cls,
-        words: Sequence[tuple[bytes, bytes]],
-        word_of: NDArray[np.int32],
+        values: Sequence[bytes],
+        value_of: NDArray[np.int32],
         rows: NDArray[np.int32],
         chunks: NDArray[Any],
         owners: NDArray[np.int32],
     ) -> Self:
-        """Build from columns: the document in `rows[i]` has the field and value `words[at[i]]`."""
-        order = sorted(range(len(words)), key=words.__getitem__)
-        rank = np.empty(len(words), dtype=np.int64)
-        rank[order] = np.arange(len(words))
-        places = rank[word_of]
+        """Build from columns: the document in `rows[i]` has the value `values[value_of[i]]`."""
+        order = sorted(range(len(values)), key=values.__getitem__)
+        rank = np.empty(len(values), dtype=np.int64)
+        rank[order] = np.arange(len(values))
+        places = rank[value_of]
         by_value = np.lexsort((rows, places))
-        counts = np.bincount(places, minlength=len(words))
-        there = [words[word] for word, count in zip(order, counts.tolist(), strict=True) if count]
-        sizes = Counter(name for name, _ in there)  # ascending, as `there` is
+        counts = np.bincount(places, minlength=len(values))
         ascending = np.argsort(chunks, kind="stable")
         return cls(
-            fields=_Texts.of(list(sizes)),
-            spans=np.cumsum([0, *sizes.values()], dtype=np.int64),
-            values=_Texts.of([value for _, value in there]),
+            values=Texts.of([values[value] for value, count in zip(order, counts.tolist(), strict=True) if count]),
             starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[counts > 0])]),
             rows=rows[by_value],
             chunks=chunks[ascending],
             owners=owners[ascending],
         )
 
-    def words(self) -> list[tuple[bytes, bytes]]:
-        """All pairs of a field and a value."""
-        found: list[tuple[bytes, bytes]] = []
-        for at, name in enumerate(self.fields.many(0, len(self.fields))):
-            found += ((name, value) for value in self.values.many(int(self.spans[at]), int(self.spans[at + 1])))
-        return found
-
     def matching(self, name: str, patterns: Sequence[str], rows: int) -> NDArray[np.bool_]:
         """(rows,): which documents have a matching value of this field."""
         matches = np.zeros(rows, dtype=np.bool_)
-        low, high = self._span(name)
         for pattern in patterns:
-            values = self._values(pattern, low, high)
+            values = self._values(name, pattern)
             counts = self.starts[values + 1] - self.starts[values]
             places = np.repeat(self.starts[values] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
             matches[self.rows[places]] = True
@@ -320,51 +274,45 @@ class _Fields:
 
     def values_of(self, name: str, patterns: Sequence[str]) -> Iterator[str]:
         """The values of this field that match one of the patterns."""
-        low, high = self._span(name)
         for pattern in patterns:
-            for at in self._values(pattern, low, high).tolist():
-                yield str(self.values[at], "utf-8", "surrogatepass")
-
-    def _span(self, name: str) -> tuple[int, int]:
-        """Where the values of this field begin and end."""
-        field = _packed(name)
-        at = bisect_left(self.fields, field)
-        there = at < len(self.fields) and self.fields[at] == field
-        return (int(self.spans[at]), int(self.spans[at + 1])) if there else (0, 0)
+            for at in self._values(name, pattern).tolist():
+                yield _unpacked(self.values[at])
 
     def has(self, name: str, value: str, visible: NDArray[np.bool_]) -> bool:
         """Whether a visible document has this value of this field."""
-        places = self._value(value, *self._span(name))
+        places = self._value(name, value)
         return len(places) > 0 and bool(visible[self.rows[self.starts[places[0]] : self.starts[places[0] + 1]]].any())
 
-    def _value(self, text: str, low: int, high: int) -> NDArray[np.int64]:
-        """The place of this value from `low` to `high`, if it is there."""
-        value = _packed(text)
-        at = bisect_left(self.values, value, low, high)
-        return np.arange(at, at + (at < high and self.values[at] == value))
+    def _value(self, name: str, text: str) -> NDArray[np.int64]:
+        """The place of this value of a field, if it is there."""
+        value = _field(name) + packed(text)
+        at = bisect_left(self.values, value)
+        return np.arange(at, at + (at < len(self.values) and self.values[at] == value))
 
-    def _values(self, pattern: str, low: int, high: int) -> NDArray[np.int64]:
-        """Which of the values from `low` to `high` match."""
+    def _values(self, name: str, pattern: str) -> NDArray[np.int64]:
+        """Which values match."""
         if not is_pattern(pattern):
-            return self._value(pattern, low, high)
-        begin = _packed(re.split(r"[*?[]", pattern, maxsplit=1)[0])
-        low = bisect_left(self.values, begin, low, high)
-        high = bisect_right(self.values, begin, low, high, key=lambda value: value[: len(begin)])
+            return self._value(name, pattern)
+        begin = _field(name) + packed(re.split(r"[*?[]", pattern, maxsplit=1)[0])
+        low = bisect_left(self.values, begin)
+        high = bisect_right(self.values, begin, low, key=lambda value: value[: len(begin)])
         matches = Pattern(pattern).matches
-        texts = [str(value, "utf-8", "surrogatepass") for value in self.values.many(low, high)]
-        return low + np.flatnonzero([matches(text) for text in texts])
+        return low + np.flatnonzero([matches(_unpacked(value)) for value in self.values.many(low, high)])
+
+
+def _field(name: str) -> bytes:
+    return hashlib.blake2b(packed(name), digest_size=_FIELD_DIGITS // 2).hexdigest().encode()
+
+
+def _unpacked(value: bytes) -> str:
+    return str(value[_FIELD_DIGITS:], "utf-8", "surrogatepass")
 
 
 class FieldIndex(Segmented[DocumentMetadata, _Fields]):
     """An index of a store's documents by their fields. Thread-safe."""
 
     name = "fields"
-    parts = tuple(f"{part}.npy" for part in _ARRAYS)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: WeakKeyDictionary[_Fields, dict[tuple[str, ...], NDArray[np.bool_]]] = WeakKeyDictionary()
-        self._known_lock = threading.Lock()  # guards `_known`, not matching: a slow condition must not block others
+    parts = (*(f"values.{part}" for part in Texts.PARTS), *(f"{name}.npy" for name in _ARRAYS))
 
     def chunks(self, conditions: Conditions) -> tuple[int, NDArray[Any] | None]:
         """The number of documents that meet all conditions, and the ascending keys of their chunks; None if all do."""
@@ -406,46 +354,34 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
 
     def _met(self, segment: IndexSegment[_Fields], conditions: Conditions) -> NDArray[np.bool_]:
         """(rows,): which visible documents of a segment meet all conditions."""
-        found = ~segment.hidden
+        met: NDArray[np.bool_] = ~segment.hidden
         for name, patterns in conditions.items():
-            found &= self._matching(segment, name, patterns)
-        return found
-
-    def _matching(self, segment: IndexSegment[_Fields], name: str, patterns: Sequence[str]) -> NDArray[np.bool_]:
-        with self._known_lock:
-            known = self._known.setdefault(segment.data, {})
-            matches = known.get((name, *patterns))
-        if matches is None:
-            matches = segment.data.matching(name, patterns, len(segment.hidden))
-        with self._known_lock:
-            known.pop((name, *patterns), None)
-            known[name, *patterns] = matches  # least recently used first
-            if len(known) > _MOST_CONDITIONS:
-                del known[next(iter(known))]
-        return matches
+            met &= segment.data.matching(name, patterns, len(met))
+        return met
 
     def _gather(self, vectors: Iterator[DocumentMetadata], others: Sequence[_Fields]) -> _Fields:
-        vocabulary: dict[tuple[bytes, bytes], int] = {}
-        word_of, rows, sizes = array("i"), array("i"), array("i")
+        vocabulary: dict[bytes, int] = {}
+        value_of, rows, sizes = array("i"), array("i"), array("i")
         keys: list[NDArray[Any]] = [np.empty(0, dtype="S16")]
         for row, document in enumerate(vectors):
             for name, values in document.values.items():
+                field = _field(name)
                 for value in dict.fromkeys(values):
-                    word = _packed(name), _packed(value)
-                    word_of.append(vocabulary.setdefault(word, len(vocabulary)))
+                    value_of.append(vocabulary.setdefault(field + packed(value), len(vocabulary)))
                     rows.append(row)
             keys.append(document.chunks)
             sizes.append(len(document.chunks))
         owners = np.repeat(np.arange(len(sizes), dtype=np.int32), np.frombuffer(sizes, dtype=np.int32))
-        words, documents = (np.frombuffer(column, dtype=np.int32) for column in (word_of, rows))
-        return _Fields.collect(list(vocabulary), words, documents, np.concatenate(keys), owners)
+        numbers, documents = (np.frombuffer(column, dtype=np.int32) for column in (value_of, rows))
+        return _Fields.collect(list(vocabulary), numbers, documents, np.concatenate(keys), owners)
 
     def _merge(self, parts: Sequence[tuple[_Fields, NDArray[np.bool_]]]) -> _Fields:
-        vocabulary: dict[tuple[bytes, bytes], int] = {}
+        vocabulary: dict[bytes, int] = {}
         columns: list[tuple[NDArray[Any], ...]] = []
         before = 0
         for data, living in parts:
-            numbers = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in data.words()], dtype=np.int32)
+            values = data.values.many(0, len(data.values))
+            numbers = np.array([vocabulary.setdefault(value, len(vocabulary)) for value in values], dtype=np.int32)
             new = (np.cumsum(living) - 1 + before).astype(np.int32)
             before += int(np.count_nonzero(living))
             there, owned = living[data.rows], living[data.owners]
@@ -455,49 +391,25 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         return _Fields.collect(list(vocabulary), at, rows, chunks, owners)
 
     def _write(self, data: _Fields, folder: Path, name: str) -> None:
-        texts = (data.fields.text, data.fields.cuts, data.spans, data.values.text, data.values.cuts)
-        arrays: tuple[NDArray[Any], ...] = (*texts, data.starts, data.rows, data.chunks, data.owners)
-        for part, numbers in zip(_ARRAYS, arrays, strict=True):
-            np.save(folder / f"{name}.{part}.npy", numbers)
+        data.values.write(folder, f"{name}.values")
+        for part in _ARRAYS:
+            np.save(folder / f"{name}.{part}.npy", getattr(data, part))
 
     def _read(self, folder: Path, name: str, rows: int) -> _Fields:
-        found = [mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()]
-        fields, values = _Texts(*found[0:2]), _Texts(*found[3:5])
-        spans, starts, postings, chunks, owners = found[2], *found[5:]
-        require_texts(fields.text, fields.cuts)
-        require_texts(values.text, values.cuts)
-        _require_spans(spans, len(fields), len(values))
-        _require_spans(starts, len(values), len(postings))
-        for numbers in (postings, owners):
+        arrays = {part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()}
+        data = _Fields(values=Texts.read(folder, f"{name}.values"), **arrays)
+        starts, count = data.starts, len(data.rows)
+        if len(starts) != len(data.values) + 1 or starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
+            raise ValueError("its documents are not those of its values")
+        for numbers in (data.rows, data.owners):
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < rows):
                 raise ValueError("it names documents that it does not have")
-        if len(chunks) != len(owners) or not (chunks[:-1] <= chunks[1:]).all():
+        if len(data.chunks) != len(data.owners) or not (data.chunks[:-1] <= data.chunks[1:]).all():
             raise ValueError("its chunks are in no order")
-        return _Fields(
-            fields=fields, spans=spans, values=values, starts=starts, rows=postings, chunks=chunks, owners=owners
-        )
+        return data
 
 
-def _require_spans(spans: NDArray[np.int64], count: int, size: int) -> None:
-    """`ValueError` unless `spans` divides `size` items among `count`."""
-    if len(spans) != count + 1 or spans[0] != 0 or spans[-1] != size or (spans[1:] < spans[:-1]).any():
-        raise ValueError("its values are not those of its fields")
-
-
-def _packed(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-_KEPT = 32  # lists of conditions whose results are cached
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The result of conditions at a version of the store: the number of documents, and their chunks."""
-
-    version: tuple[int, str]
-    documents: int
-    chunks: IdSet | None
+CACHED_CONDITIONS = 32  # lists of conditions whose results are cached
 
 
 class DocumentFilter:
@@ -508,11 +420,12 @@ class DocumentFilter:
 
     def __init__(self, fields: Callable[[], FieldIndex]) -> None:
         self._fields = fields
-        self._lock = threading.Lock()
-        self._found: dict[tuple[str, ...], _Found] = {}
+        self._lock = threading.Lock()  # guards the cache, not matching: a slow condition must not block others
+        self._cache: dict[tuple[str, ...], tuple[tuple[int, str], int, IdSet | None]] = {}
+        """By conditions: a version of the store, the number of documents then, and their chunks."""
 
     def among(self, where: Sequence[str]) -> IdSet | None:
-        """The chunks of the documents that meet `where`; None for all.
+        """The chunks of the documents that meet `where`; None for all. The same object as long as it is unchanged.
 
         UsageError for a malformed condition, or if no document meets them.
         """
@@ -520,33 +433,28 @@ class DocumentFilter:
         index = self._fields()
         version = index.generation, index.mark  # read first, so that the result is at least as new
         with self._lock:
-            entry = self._found.get(name)
-        if entry is None or entry.version != version:
+            known, documents, chunks = self._cache.get(name, (None, 0, None))
+        if known != version:
             documents, keys = index.chunks(conditions)
-            entry = _Found(version, documents, _same(keys, entry))
-            if entry.chunks is not None:
-                entry.chunks.terms = cache(partial(index.terms, conditions))
+            if keys is None:
+                chunks = None
+            elif chunks is None or not np.array_equal(keys, chunks.keys):
+                chunks = IdSet(keys)
+            if chunks is not None:
+                chunks.terms = cache(partial(index.terms, conditions))
         with self._lock:
-            self._found.pop(name, None)
-            self._found[name] = entry  # least recently used first
-            while len(self._found) > _KEPT:
-                del self._found[next(iter(self._found))]
-        if not entry.documents:
+            self._cache.pop(name, None)
+            self._cache[name] = version, documents, chunks  # least recently used first
+            while len(self._cache) > CACHED_CONDITIONS:
+                del self._cache[next(iter(self._cache))]
+        if not documents:
             raise UsageError(unmatched(where), param="where")
-        return entry.chunks
+        return chunks
 
     def documents(self, where: Sequence[str]) -> list[str]:
         """The ids of the documents that meet `where`, some of which may be deleted meanwhile; UsageError as in
         `among`."""
-        found = self._fields().documents(wanted_values(where))
-        if not found:
+        ids = self._fields().documents(wanted_values(where))
+        if not ids:
             raise UsageError(unmatched(where), param="where")
-        return found
-
-
-def _same(keys: NDArray[Any] | None, before: _Found | None) -> IdSet | None:
-    """The set of these chunks; the same object as before if it is unchanged."""
-    if keys is None:
-        return None
-    known = None if before is None else before.chunks
-    return known if known is not None and np.array_equal(keys, known.keys) else IdSet(keys)
+        return ids

@@ -49,7 +49,7 @@ from ragkv.retrievers import (
     load_embedder,
     load_reranker,
 )
-from ragkv.retrievers.embedders import find_reranker
+from ragkv.retrievers.embedders import find
 from ragkv.retrievers.qdrant import QdrantCollection
 from ragkv.retrievers.rerankers import RERANKERS
 from ragkv.retrievers.vectors import FLAT, make
@@ -240,7 +240,7 @@ def check_encoders(config: IndexConfig) -> None:
     """ModelLoadError or ConfigError for an embedder or a reranker that is not here and cannot be on the hub."""
     validate_vectors(config, fetch=False)
     if config.reranker not in (NONE, *RERANKERS.names()):
-        find_reranker(config.reranker)
+        find(config.reranker, "reranker")
 
 
 def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:

@@ -346,15 +346,6 @@ def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=No
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_passage_with_the_questions_words_comes_first(mode):
-    found = searcher().candidates("who founded the mill", mode=mode, count=3)
-    assert found[0].chunk_id == "a"
-    assert [f.score for f in found] == sorted((f.score for f in found), reverse=True) or mode == "hybrid"
-    assert all(0 <= f.score < 1 for f in found)
-    assert "e" not in {f.chunk_id for f in found}
-
-
 def test_scores_are_the_raw_ones_and_eqs_4_to_7():
     [best, *_] = searcher().candidates("mill valves", mode="dense", count=2)
     cosine = (1 + 3) / (math.sqrt(2) * math.sqrt(1 + 1 + 1 + 9 + 4))  # the mill makes valves*3 and*2
@@ -428,13 +419,6 @@ def test_the_reranker_judges_candidates_and_the_fused_score_decides():
     judge = WordReranker()
     searcher(reranker=judge).search("mill", mode="bm25", top_k=2, candidates=9, rerank=False)
     assert judge.judged == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_among_finds_the_best_of_those_however_far_down(mode):
-    found = searcher().candidates("the mill on the river", mode=mode, count=2, among={"b"})
-    assert {f.chunk_id for f in found} <= {"b"}
-    assert mode == "colbert" or found
 
 
 def test_what_a_mode_needs_and_is_not_there_is_said():

@@ -7,13 +7,10 @@ from typing import Any
 import bm25s
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from watchedlock import Alone
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers import BM25, bm25
-from ragkv.retrievers.arrays import IdTable, Postings, term_hashes
 from ragkv.retrievers.bm25 import tokenise
 
 CHUNKS = [
@@ -99,7 +96,6 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, monkeypatch, what):
 # ---- bm25 segment
 
 WORDS = "abcdefgh"
-IDS = [f"chunk-{number}" for number in range(30)]
 
 
 def test_a_word_that_a_chunk_has_often_and_letters_of_many_bytes():
@@ -187,41 +183,3 @@ def test_a_change_tokenises_its_own_words_and_copies_no_large_segment(tmp_path, 
     index.save(tmp_path)
     monkeypatch.undo()
     assert [hit.chunk_id for hit in BM25.load(tmp_path).search("other word3", 1)] == ["c3"]
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(
-        st.lists(st.tuples(st.dictionaries(st.sampled_from(WORDS), st.integers(1, 300)), st.booleans()), max_size=7),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_merged_postings_are_those_of_the_rows_that_are_kept(parts):
-    def collected(rows: list[dict[str, int]]) -> Postings:
-        words = list(WORDS[::-1])
-        columns = [(words.index(word), at, number) for at, row in enumerate(rows) for word, number in row.items()]
-        at, row, number = (np.array([column[i] for column in columns], dtype=np.int32) for i in range(3))
-        return Postings.collect(words, at, row, number.astype(np.uint16))
-
-    def content(postings: Postings) -> list[list[tuple[int, int]]]:
-        found = postings.find(term_hashes(WORDS))
-        return [list(zip(postings.rows[at].tolist(), postings.numbers[at].tolist(), strict=True)) for at in found]
-
-    masked = [
-        (collected([row for row, _ in part]), np.array([visible for _, visible in part], dtype=bool)) for part in parts
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragkv.retrievers.arrays._BLOCK", 3)
-        merged = Postings.merged(masked)
-    assert content(merged) == content(collected([row for part in parts for row, visible in part if visible]))
-    assert (np.diff(merged.starts) > 0).all()
-
-
-def test_the_rows_of_ids():
-    id_table = IdTable.of(IDS)
-    assert [id_table[row] for row in range(len(id_table))] == IDS
-    joined = IdTable.joined([(id_table, np.arange(30) % 2 == 0), (IdTable.of(["x", "", "é"]), np.ones(3, dtype=bool))])
-    assert [joined[row] for row in range(len(joined))] == [*IDS[::2], "x", "", "é"]
-    assert id_table.repeated() is None
-    assert IdTable.of([*IDS, IDS[4]]).repeated() == IDS[4]

@@ -23,7 +23,7 @@ from package import in_child
 
 from ragkv.config import QdrantConfig
 from ragkv.errors import RetrievalError
-from ragkv.retrievers import BM25, DenseIndex, Hit, SparseIndex, qdrant, segments, vectors
+from ragkv.retrievers import BM25, DenseIndex, Hit, SparseIndex, arrays, qdrant, segments, vectors
 from ragkv.retrievers.arrays import IdSet, id_key
 from ragkv.retrievers.bm25 import tokenise
 
@@ -97,10 +97,11 @@ few_kinds = pytest.mark.parametrize("kind", ["ivf", "bm25"])  # for `Segmented` 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Approximate indexes of few rows that search all lists, and searches in Qdrant that are split."""
+    """Approximate indexes of few rows that search all lists; searches in Qdrant and merges that are split."""
     monkeypatch.setattr(vectors, "EXACT_BELOW", 20)
     monkeypatch.setattr(vectors, "EF_SEARCH", POOL)
-    monkeypatch.setattr(qdrant, "MOST_TERMS", 50)
+    monkeypatch.setattr(qdrant, "MAX_TERMS", 50)
+    monkeypatch.setattr(arrays, "_BLOCK", 100)
 
 
 def built(kind: str, ids: Collection[str], generation: int = 1) -> Any:

@@ -58,18 +58,6 @@ def test_scores_are_transformers_logits(reranker, plain):
     assert all(type(logit) is float for logit in found)
 
 
-def test_scores_are_flagembeddings(reranker, reranker_folder):
-    from FlagEmbedding import FlagReranker
-
-    flag = FlagReranker(str(reranker_folder), devices="cpu", max_length=512, normalize=False)
-    texts = [
-        text for text in TEXTS if text and "🚀" not in text
-    ]  # FlagEmbedding decodes tokens to text, which changes <unk>
-    np.testing.assert_allclose(
-        reranker.score(QUESTION, texts), flag.compute_score([(QUESTION, text) for text in texts]), atol=1e-4
-    )
-
-
 def test_the_text_is_cut_never_the_question(short, plain):
     long = TEXTS[4] * 60
     assert len(long) > 50_000

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -61,7 +62,27 @@ from ragkv.types import Answer, Chunk, Document, ScoredChunk
 dispatcher = instrument.get_dispatcher(__name__)
 
 
-class RagKVRetriever(BaseRetriever):
+class _OverIndex:
+    """What is made over an open index: it can open one itself, and its pickle reopens it."""
+
+    rag: RagKV
+
+    @classmethod
+    def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
+        """Open the index at a folder, with the options of the constructor; `rag.close()` closes it."""
+        rag = RagKV.open(index, device=device)
+        try:
+            return cls(rag, **options)  # type: ignore[call-arg]
+        except BaseException:
+            rag.close()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the callback manager, whose handlers belong to this process."""
+        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
+
+
+class RagKVRetriever(_OverIndex, BaseRetriever):
     """Returns the best chunks as nodes, best first. A node has the chunk's id, the fused score, and all raw scores.
 
     `top_k` (LlamaIndex calls it `similarity_top_k`) None is the index's setting. `filters` are LlamaIndex's
@@ -93,18 +114,6 @@ class RagKVRetriever(BaseRetriever):
         self.search = dict(search or {})
         super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
 
-    @classmethod
-    def from_index(
-        cls, index: str | Path, *, top_k: int | None = None, device: str | None = None, **options: Any
-    ) -> Self:
-        """Open the index at a folder; `retriever.rag.close()` closes it."""
-        rag = RagKV.open(index, device=device)
-        try:
-            return cls(rag, top_k=top_k, **options)
-        except BaseException:
-            rag.close()
-            raise
-
     @property
     def similarity_top_k(self) -> int | None:
         """LlamaIndex's name for `top_k`."""
@@ -135,10 +144,6 @@ class RagKVRetriever(BaseRetriever):
         if unknown := [*(search.keys() - {*SEARCH_OPTIONS})]:
             raise UsageError(f"search does not take {unknown[0]!r}; it takes {', '.join(SEARCH_OPTIONS)}.")
         self._search = search
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the callback manager, whose handlers belong to this process."""
-        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -276,7 +281,7 @@ _OPTIONS = tuple(
 """The options of a question that belong to its answer; `search` and `top_k` are those of the retriever."""
 
 
-class RagKVQueryEngine(BaseQueryEngine):
+class RagKVQueryEngine(_OverIndex, BaseQueryEngine):
     """Answers from the stored KV of an index.
 
     A response's metadata has engine, finish_reason, kv, timing_ms, decoding, charge and queries.
@@ -331,20 +336,6 @@ class RagKVQueryEngine(BaseQueryEngine):
         self._engine = engine_class(options.get("engine") or rag.config.default_engine)
         self._score_kind = score_kind
         self._options = {**options, "engine": self._engine.name}
-
-    @classmethod
-    def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
-        """Open the index at a folder, with the options of the constructor; `close` closes it."""
-        rag = RagKV.open(index, device=device)
-        try:
-            return cls(rag, **options)
-        except BaseException:
-            rag.close()
-            raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the callback manager, whose handlers belong to this process."""
-        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -418,37 +409,38 @@ class RagKVQueryEngine(BaseQueryEngine):
     def _synthesize(
         self, query: QueryBundle, nodes: Sequence[NodeWithScore], more: Sequence[NodeWithScore], retrieve_ms: float
     ) -> RESPONSE_TYPE:
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        with self._event(CBEventType.SYNTHESIZE, query) as event:
+        with self._synthesis(query) as end:
             request = self._request(nodes, retrieve_ms)
             sources = request.sources = [*request.nodes, *more]
             deltas = _deltas(self._stream(query, request), request)
-            response: RESPONSE_TYPE
             if self.streaming:
-                response = StreamingResponse(deltas, sources, request.metadata)
-            else:
-                response = Response("".join(deltas).strip(), sources, request.metadata)
-            event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+                return end(StreamingResponse(deltas, sources, request.metadata))
+            return end(Response("".join(deltas).strip(), sources, request.metadata))
 
     async def _asynthesize(
         self, query: QueryBundle, nodes: Sequence[NodeWithScore], more: Sequence[NodeWithScore], retrieve_ms: float
     ) -> RESPONSE_TYPE:
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        with self._event(CBEventType.SYNTHESIZE, query) as event:
+        with self._synthesis(query) as end:
             request = await asyncio.to_thread(self._request, nodes, retrieve_ms)
             sources = request.sources = [*request.nodes, *more]
             deltas = _async_deltas(self.rag, self._stream(query, request), request)
-            response: RESPONSE_TYPE
             if self.streaming:
-                response = AsyncStreamingResponse(deltas, sources, request.metadata)
-            else:
-                text = "".join([delta async for delta in deltas]).strip()
-                response = Response(text, sources, request.metadata)
-            event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+                return end(AsyncStreamingResponse(deltas, sources, request.metadata))
+            text = "".join([delta async for delta in deltas]).strip()
+            return end(Response(text, sources, request.metadata))
+
+    @contextmanager
+    def _synthesis(self, query: QueryBundle) -> Iterator[Callable[[RESPONSE_TYPE], RESPONSE_TYPE]]:
+        """The events of a synthesis, around code that passes its response to the function that it gets."""
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        with self._event(CBEventType.SYNTHESIZE, query) as event:
+
+            def end(response: RESPONSE_TYPE) -> RESPONSE_TYPE:
+                event.on_end(payload={EventPayload.RESPONSE: response})
+                dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+                return response
+
+            yield end
 
     def _stream(self, query: QueryBundle, request: _Request) -> AnswerStream | None:
         return self.rag.stream(query.query_str, **request.options) if request.nodes else None
@@ -498,17 +490,15 @@ class _Request:
     def _found_later(self, answer: Answer) -> None:
         """Replace the nodes by those of all steps."""
         chunks = self.rag.store.chunk_many(source.chunk_id for source in answer.sources)
+        names = ("retrieval_score", "rerank_score", "score", "stages")
         scored = [
             ScoredChunk(
-                chunk=chunks[s.chunk_id],
-                source=s.document,
-                retrieval_score=s.retrieval_score,
-                rerank_score=s.rerank_score,
-                score=s.score,
-                stages=s.stages,
+                chunk=chunks[source.chunk_id],
+                source=source.document,
+                **{name: getattr(source, name) for name in names},
             )
-            for s in answer.sources
-            if s.chunk_id in chunks
+            for source in answer.sources
+            if source.chunk_id in chunks
         ]
         known = {node.node_id: node for node in (*to_nodes(self.rag, scored), *self.nodes)}
         nodes = [known[source.chunk_id] for source in answer.sources if source.chunk_id in known]

@@ -41,9 +41,9 @@ def test_nodes_become_chunks_and_come_back_as_they_were(own):
     assert len(nodes) > 2
     assert own.store.text("bolt") == BOLT
     assert own.maintenance.verify().ok
-    found = {n.node_id: n.node for n in RagKVRetriever(own, top_k=9).retrieve("Halden Works Bolt Ltd founded makes")}
+    by_id = {n.node_id: n.node for n in RagKVRetriever(own, top_k=9).retrieve("Halden Works Bolt Ltd founded makes")}
     for node in nodes:
-        back = found[node.node_id]
+        back = by_id[node.node_id]
         assert (back.text, back.ref_doc_id) == (node.text, node.ref_doc_id)
         assert (back.start_char_idx, back.end_char_idx) == (node.start_char_idx, node.end_char_idx)
         assert {key: back.metadata[key] for key in node.metadata} == node.metadata
@@ -51,7 +51,7 @@ def test_nodes_become_chunks_and_come_back_as_they_were(own):
         assert {k: i.node_id for k, i in back.relationships.items()} == {
             k: i.node_id for k, i in node.relationships.items()
         }
-    assert found["halden-0"].metadata["page"] == 3
+    assert by_id["halden-0"].metadata["page"] == 3
     narrow = RagKVRetriever(own, top_k=9, search={"where": ("year=1907",)})
     narrow = narrow.retrieve("Who founded what, and who makes what?")
     assert {n.node.ref_doc_id for n in narrow} == {"halden"}

@@ -44,7 +44,7 @@ def among(*filters, condition=FilterCondition.AND):
     return MetadataFilters(filters=[*filters], condition=condition)
 
 
-def one(key, value, operator="=="):
+def having(key, value, operator="=="):
     return MetadataFilter(key=key, value=value, operator=operator)
 
 
@@ -53,7 +53,7 @@ def test_an_operator_is_that_of_llama_indexs_own_store(operator):
     """Where LlamaIndex raises for a chunk, ragkv does not match; a filter that can never match is refused."""
     tried = 0
     for key, value in itertools.product(KEYS, VALUES):
-        filters = among(one(key, value, operator))
+        filters = among(having(key, value, operator))
         try:
             holds = metadata_filter(filters)
         except UsageError:
@@ -70,15 +70,15 @@ def test_an_operator_is_that_of_llama_indexs_own_store(operator):
 
 @pytest.mark.parametrize("condition", [*FilterCondition, None])
 def test_groups_are_those_of_llama_index(condition):
-    parts = [one("year", 1000, ">"), one("town", "Varn", "text_match")]
+    parts = [having("year", 1000, ">"), having("town", "Varn", "text_match")]
     for filters in (among(*parts, condition=condition), among(condition=condition)):
         reference = [build_metadata_filter_fn(lambda _, m=m: m, filters) for m in METADATA[:2]]
         assert [metadata_filter(filters)(m) for m in METADATA[:2]] == [match("n") for match in reference]
 
 
 def test_groups_hold_groups():
-    old = among(one("tags", "old", "contains"), one("year", 1900, ">="), condition="or")
-    inner = among(old, among(one("town", None, "is_empty"), condition="not"))
+    old = among(having("tags", "old", "contains"), having("year", 1900, ">="), condition="or")
+    inner = among(old, among(having("town", None, "is_empty"), condition="not"))
     assert [metadata_filter(inner)(m) for m in METADATA] == [True, True, False, False, False, False]
     assert [metadata_filter(among(inner, condition="not"))(m) for m in METADATA[:4]] == [False, False, True, True]
 
@@ -86,12 +86,12 @@ def test_groups_hold_groups():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (one("year", "1907", "in"), "'in' takes a list, not '1907'"),
-        (one("year", 7, "any"), "takes a list"),
-        (one("town", 7, "text_match"), "takes a text"),
-        (one("year", [1, 2], ">"), "takes a number or a text"),
-        (one("year", None), "is_empty"),
-        (one("fused_score", 0.5, ">"), "only has once it was found"),
+        (having("year", "1907", "in"), "'in' takes a list, not '1907'"),
+        (having("year", 7, "any"), "takes a list"),
+        (having("town", 7, "text_match"), "takes a text"),
+        (having("year", [1, 2], ">"), "takes a number or a text"),
+        (having("year", None), "is_empty"),
+        (having("fused_score", 0.5, ">"), "only has once it was found"),
     ],
 )
 def test_what_can_mean_nothing_is_refused(part, message):
@@ -120,13 +120,13 @@ def firms(own):
 @pytest.mark.parametrize(
     ("filters", "left"),
     [
-        (among(one("year", 1907)), {7}),
-        (among(one("year", 1909, ">=")), {9, 10, 11}),
-        (among(one("half", 1), one("doc_id", "doc-1")), {7, 10}),
-        (among(one("document", "doc-2.txt"), one("page", 6, "<")), {2, 5}),
-        (among(one("node_id", ["n0", "n4"], "in")), {0, 4}),
-        (among(one("source", "DOC-0", "text_match_insensitive")), {0, 3, 6, 9}),
-        (among(one("year", "1907")), set()),
+        (among(having("year", 1907)), {7}),
+        (among(having("year", 1909, ">=")), {9, 10, 11}),
+        (among(having("half", 1), having("doc_id", "doc-1")), {7, 10}),
+        (among(having("document", "doc-2.txt"), having("page", 6, "<")), {2, 5}),
+        (among(having("node_id", ["n0", "n4"], "in")), {0, 4}),
+        (among(having("source", "DOC-0", "text_match_insensitive")), {0, 3, 6, 9}),
+        (among(having("year", "1907")), set()),
     ],
 )
 def test_the_filter_comes_before_the_best_are_taken(firms, filters, left):
@@ -137,10 +137,10 @@ def test_the_filter_comes_before_the_best_are_taken(firms, filters, left):
 
 
 def test_the_engine_filters_and_says_when_nothing_is_left(firms):
-    late = among(one("year", 1910, ">"))
+    late = among(having("year", 1910, ">"))
     response = RagKVQueryEngine(firms, engine="block", similarity_top_k=3, filters=late).query(WHO)
     assert [n.node_id for n in response.source_nodes] == ["n11"]
-    assert str(RagKVQueryEngine(firms, filters=among(one("year", 7))).query(WHO)) == "Empty Response"
+    assert str(RagKVQueryEngine(firms, filters=among(having("year", 7))).query(WHO)) == "Empty Response"
     narrow = RagKVRetriever(
         firms, filters=late, search={"where": ("file_name=doc-2.txt",), "only": lambda _, c: c.ordinal > 0}
     )
@@ -152,7 +152,7 @@ def test_the_engine_filters_and_says_when_nothing_is_left(firms):
 def test_settings_may_change_afterwards_as_in_llama_index(firms):
     retriever = RagKVRetriever(firms, top_k=5)
     retriever.similarity_top_k = 1
-    retriever.filters = among(one("year", 1900, ">"))
+    retriever.filters = among(having("year", 1900, ">"))
     assert (retriever.top_k, len(retriever.retrieve(WHO))) == (1, 1)
     with pytest.raises(UsageError, match="similarity_top_k must be"):
         retriever.similarity_top_k = 0
@@ -167,7 +167,7 @@ def test_settings_may_change_afterwards_as_in_llama_index(firms):
         ({"similarity_top_k": 0}, "similarity_top_k must be a whole number from 1 up, not 0"),
         ({"top_k": True}, "top_k must be a whole number"),
         ({"similarity_top_k": "3"}, "not '3'"),
-        ({"filters": [one("year", 1907)]}, "takes LlamaIndex's MetadataFilters"),
+        ({"filters": [having("year", 1907)]}, "takes LlamaIndex's MetadataFilters"),
         ({"search": {"mode": "dense"}}, "search does not take 'mode'"),
         ({"llm": None}, r"does not take llm: the index's own model"),
         ({"vector_store_query_mode": "hybrid"}, r"the search is set by search="),

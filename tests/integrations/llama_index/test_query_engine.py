@@ -55,12 +55,12 @@ def test_an_answer_is_the_commands(rag, command, result, questions, engine):
     assert result.names() == SEQUENCE
     assert result.events[4].response is response
     scores = ("retrieval_score", "rerank_score", "tokens_won")
-    found = [
+    shown = [
         (n.metadata["document"], n.node_id, n.text, n.metadata.get("page"), n.score, *map(n.metadata.get, scores))
         for n in response.source_nodes
     ]
     keys = ["document", "chunk_id", "text", "page", "score", "retrieval_score", "rerank_score", "tokens_won"]
-    assert found == [tuple(source[key] for key in keys) for source in wanted["sources"]]
+    assert shown == [tuple(source[key] for key in keys) for source in wanted["sources"]]
     metadata = response.metadata
     assert {k: metadata[k] for k in ("engine", "finish_reason")} == {k: wanted[k] for k in ("engine", "finish_reason")}
     assert (metadata["kv"]["hits"], metadata["kv"]["misses"]) == (wanted["kv"]["hits"], wanted["kv"]["misses"])

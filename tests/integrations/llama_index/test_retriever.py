@@ -70,15 +70,15 @@ def test_the_retriever(rag, result, questions):
 
 
 def test_the_indexs_own_reranker_is_told_of(rag, result, questions, monkeypatch):
-    found = rag.retrieve(questions[0], top_k=3)
-    judged = [replace(s, rerank_score=float(i)) for i, s in enumerate(reversed(found))]
+    chunks = rag.retrieve(questions[0], top_k=3)
+    judged = [replace(s, rerank_score=float(i)) for i, s in enumerate(reversed(chunks))]
     monkeypatch.setattr(rag, "retrieve", lambda *_, **__: judged)
     nodes = RagKVRetriever(rag).retrieve(questions[0])
     assert [n.metadata["rerank_score"] for n in nodes] == [0.0, 1.0, 2.0]
-    assert nodes[0].metadata["stages"] == {"bm25": found[2].retrieval_score}
+    assert nodes[0].metadata["stages"] == {"bm25": chunks[2].retrieval_score}
     assert result.names() == ["RetrievalStartEvent", "ReRankStartEvent", "ReRankEndEvent", "RetrievalEndEvent"]
     start, end = result.events[1:3]
-    assert [n.node_id for n in start.nodes] == [s.chunk.chunk_id for s in found]
+    assert [n.node_id for n in start.nodes] == [s.chunk.chunk_id for s in chunks]
     assert [n.node_id for n in end.nodes] == [n.node_id for n in nodes]
 
 
@@ -132,11 +132,11 @@ def test_a_vector_store_in_front(own):
     assert response.source_nodes[0].node_id == "fact-1"
     assert "Gilea Casinberg" in str(response)
     assert (response.metadata["kv"]["hits"], response.metadata["kv"]["misses"]) == (3, 0)
-    found = retriever.retrieve(WHO)
-    assert [n.score for n in response.source_nodes] == [n.score for n in found]
-    assert response.source_nodes[0].metadata["fused_score"] == pytest.approx((found[0].score + 1) / 2)
+    nearest = retriever.retrieve(WHO)
+    assert [n.score for n in response.source_nodes] == [n.score for n in nearest]
+    assert response.source_nodes[0].metadata["fused_score"] == pytest.approx((nearest[0].score + 1) / 2)
     assert "fused_score" not in nodes[1].metadata  # the vector store's own nodes are unchanged
-    chunks = [s for n in found for s in own.retrieve(FACTS[int(n.node_id[-1])], top_k=1)]
+    chunks = [s for n in nearest for s in own.retrieve(FACTS[int(n.node_id[-1])], top_k=1)]
     assert str(response) == own.query(WHO, engine="block", chunks=chunks).text
 
 
@@ -162,14 +162,14 @@ def test_nodes_that_the_index_does_not_know(own):
     assert own.store.chunk("stale").text == FACTS[3]
 
     own.store.memory("cpu", budget=0)
-    kept = RagKVQueryEngine(own, engine="block", retriever=Given(nodes), keep=True)
-    assert kept.query(WHO).metadata["kv"]["misses"] == 2
+    keeping = RagKVQueryEngine(own, engine="block", retriever=Given(nodes), keep=True)
+    assert keeping.query(WHO).metadata["kv"]["misses"] == 2
     own.maintenance.settle()
     assert own.store.stats().kv_records == records + 2
-    assert kept.query(WHO).metadata["kv"]["hits"] == 3
+    assert keeping.query(WHO).metadata["kv"]["hits"] == 3
     assert own.maintenance.verify().ok
     assert own.maintenance.gc().index_records == 2
-    assert str(kept.query(WHO)) == str(response)
+    assert str(keeping.query(WHO)) == str(response)
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
