@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.console import count, echo, note, percent_bar, print_json, print_json_line, size
+from ragkv.cli.console import count, echo, echo_text, note, percent_bar, print_json, print_json_line, size
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     BlockTokens,
@@ -177,6 +177,9 @@ def ingest(
         bool, typer.Option("--watch", help="Stay, and ingest what changes in the folders until Ctrl-C.")
     ] = False,
     dry_run: DryRun = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="With --dry-run, also print the text of each file as it is read.")
+    ] = False,
     no_wait: NoWait = False,
     device: Device = None,
     as_json: Json = False,
@@ -194,6 +197,8 @@ def ingest(
 
     Example: `ragkv ingest https://docs.example.org/sitemap.xml --prune`
 
+    Example: `ragkv ingest report.pdf --dry-run --verbose`
+
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
     settings = _chosen(
@@ -208,6 +213,10 @@ def ingest(
     folders = [source for source in sources if isinstance(source, Path) and source.is_dir()]
     if watch and (dry_run or ray is not None or len(folders) < len(sources)):
         raise UsageError("--watch follows folders, and ingests what changes in them: no files, --dry-run or --ray.")
+    if verbose:
+        if not dry_run or as_json:
+            raise UsageError("--verbose prints texts, with --dry-run and without --json.")
+        _print_texts(sources, index)
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
     else:
@@ -386,6 +395,27 @@ def _limits(index: Path) -> ParseLimits:
     from ragkv.ingest import ParseLimits
 
     return ParseLimits.of(_kept(index, "ingest") or IngestConfig())
+
+
+def _print_texts(sources: Sequence[Path | SourceFile], index: Path) -> None:
+    """Print each file's text as it would be ingested, with its pages and headings on lines of their own."""
+    from ragkv.ingest.sandbox import SourceReader, UnreadableSource
+    from ragkv.ingest.source import find_sources
+
+    with SourceReader(_limits(index)) as reader:
+        for source in find_sources(sources)[0]:
+            try:
+                text = reader.read(source.fetched())
+            except UnreadableSource:
+                continue  # the report names it
+            echo_text(f"=== {source.shown}" + (f": {text.title}" if text.title else ""))
+            for section in text.sections:
+                places = [f"page {section.page}" if section.page else "", section.heading or ""]
+                if any(places):
+                    echo_text(f"--- {', '.join(filter(None, places))}")
+                echo_text(text.text[section.start : section.end].strip("\n"))
+            for part in text.left_out:
+                echo_text(f"--- left out: {part}")
 
 
 def _preview(

@@ -1,12 +1,13 @@
-"""Bytes to text: the encodings of files, pages and messages.
+"""Bytes to text, in one order for files, pages and messages: byte order mark, what is declared outside (MIME, HTTP) and
+inside (`<meta>`, XML), UTF-8 with a few wrong bytes, the escapes of ISO 2022, a guess.
 
 Bytes that are not text are refused as binary.
 """
 
 from __future__ import annotations
 
+import codecs
 import re
-from codecs import register_error
 
 from ragkv.ingest.parser import Unreadable, check_text
 
@@ -15,46 +16,137 @@ _NO_TEXT = {b"%PDF-": "it is a PDF: name it .pdf", b"{\\rtf": "RTF is not read; 
 _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe\x00\x00", "utf-32"),
     (b"\x00\x00\xfe\xff", "utf-32"),
-    (b"\xef\xbb\xbf", "utf-8-sig"),
+    (b"\xef\xbb\xbf", "utf-8"),
     (b"\xff\xfe", "utf-16"),
     (b"\xfe\xff", "utf-16"),
 )
-_SAMPLE = 1 << 20  # bytes for guessing an encoding, from shortly before the first one that is not ASCII
+_SUPERSETS = dict(
+    re.findall(
+        r"(\S+)=(\S+)",
+        """iso8859-1=cp1252 iso8859-9=cp1254 iso8859-11=cp874 tis-620=cp874 shift_jis=cp932 euc_kr=cp949
+    euc_jp=euc_jis_2004 gb2312=gb18030 gbk=gb18030 big5=big5hkscs cp950=big5hkscs""",
+    )
+)
+"""Files that name the left one hold characters of the right one (WHATWG Encoding, 4.2)."""
+_LABELS = dict(
+    re.findall(
+        r"(\S+)=(\S+)",
+        """unicode11utf8=utf-8 unicode20utf8=utf-8 xunicode20utf8=utf-8 utf8mb4=utf-8 cp65001=utf-8 unicode=utf-16
+    ucs2=utf-16 iso10646ucs2=utf-16 csunicode=utf-16 unicodefeff=utf-16-le unicodefffe=utf-16-be ansi=cp1252
+    userdefined=cp1252 cp28591=cp1252 cp20127=ascii cp28605=iso8859-15 csisolatin9=iso8859-15 visual=iso8859-8
+    logical=iso8859-8 suneugreek=iso8859-7 mac=mac_roman csmacintosh=mac_roman macukrainian=mac_cyrillic koi=koi8-r
+    koi8=koi8-r koi8ru=koi8-u cskoi8r=koi8-r cp20866=koi8-r cp21866=koi8-u xbig5=big5 cnbig5=big5 xxbig5=big5 cp936=gbk
+    cp54936=gb18030 csgb2312=gbk gb231280=gbk isoir58=gbk csiso58gb231280=gbk windows31j=cp932 sjis=cp932 sjiswin=cp932
+    mskanji=cp932 cp943=cp932 cp943c=cp932 csshiftjis=cp932 eucjpwin=euc_jp eucjpms=euc_jp cp51932=euc_jp
+    cseucpkdfmtjapanese=euc_jp cp50220=iso2022_jp cp50221=iso2022_jp iso2022jpms=iso2022_jp cseuckr=cp949 ksc5601=cp949
+    ksc56011989=cp949 csksc56011987=cp949 isoir149=cp949 cp51949=cp949""",
+    )
+)
+"""Names that Python does not know."""
+_UNSAFE = {"idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined", "mbcs", "oem"}
+"""Codecs of Python that no text is in, or that take quadratic time."""
+_META = re.compile(
+    rb"<meta\b[^>]{0,999}?\bcharset\s*=\s*[\"']?\s*([\w.:-]+)|<\?xml\b[^>]{0,999}?\bencoding\s*=\s*[\"']([\w.:-]+)",
+    re.IGNORECASE,
+)
+_META_BYTES = 1 << 13
+_GUESS_BYTES = 200_000
 _UTF_8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
-_NOT_ASCII = re.compile(rb"[\x80-\xff]")
-_EAST_ASIAN = re.compile(rb"[\x80-\xff]{3}")
-"""Three such bytes in a row: Latin text has single ones between letters."""
+_ISO_2022 = re.compile(rb"\x1b(?:\$[@AB]|\$\([CDOPQ]|\([IJ]|\$\)C)")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_LATIN = ["cp1252", "cp1250", "cp1254", "iso8859-9", "cp1257", "cp1258"]
+_CANDIDATES = [*_LATIN, "cp1251", "cp1253", "cp1255", "cp1256", "cp874", "koi8-r", "koi8-u"]
+_CANDIDATES += ["cp932", "euc-jp", "gb18030", "big5hkscs", "cp949"]
+_OTHER = "[\u0370-\u06ff\u0e00-\u0e7f]"
+_LATIN_WORDS = re.compile(f"[A-Za-z]{_OTHER}|{_OTHER}[A-Za-z]")
+_OTHER_WORD = re.compile(f"{_OTHER}{{3}}")
+_ASCII = dict.fromkeys(range(128))
+_SPANISH = frozenset("áéíóúüñÁÉÍÓÚÜÑ¿¡ºª«»“”‘’–—…€")
 
 
-def decode(data: bytes) -> str:
-    """Decode by byte order mark, as UTF-16 if the NULs suggest it, as UTF-8, else by charset-normalizer."""
+def decode(data: bytes, declared: str | None = None, *, markup: bool = False) -> str:
+    """The text of bytes; `declared` is the encoding that MIME or HTTP name, and `markup` may name one itself.
+
+    Raises `Unreadable` for binary data.
+    """
     if reason := next((why for mark, why in _NO_TEXT.items() if data.startswith(mark)), None):
         raise Unreadable(reason)
     check_text(len(data) // 4)  # no encoding takes more than four bytes for a character
-    encoding = next((name for mark, name in _BOMS if data.startswith(mark)), None) or _utf16(data) or "utf-8"
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError:
-        if b"\x00" in data[:8192]:
-            raise Unreadable(BINARY) from None
-        text = _legacy(data)
+    text = _decoded(data, declared, markup)
     check_text(len(text))
     sample = text[:65536]
-    if "\x00" in sample or 50 * len(_CONTROL.findall(sample)) > len(sample):
+    if "\x00" in sample or 50 * len(_CONTROL.findall(sample)) > len(sample) or 4 * sample.count("\ufffd") > len(sample):
         raise Unreadable(BINARY)
     return clean(text)
 
 
-def _legacy(data: bytes) -> str:
-    """Decode an 8-bit or East Asian encoding by the best guess, or as Windows-1252 if that is no worse; and UTF-8 that
-    is cut off, or has a few bytes of Windows-1252.
-    """
-    from charset_normalizer import from_bytes
-    from charset_normalizer.utils import is_multi_byte_encoding
+def _decoded(data: bytes, declared: str | None, markup: bool) -> str:
+    if mark := next(((mark, name) for mark, name in _BOMS if data.startswith(mark)), None):
+        if mark[1] != "utf-8":
+            return data.decode(mark[1], "replace")
+        data, declared, markup = data[3:], "utf-8", False
+    labels = [declared or ""]
+    if markup and (meta := _META.search(re.sub(rb"(?s)<!--.*?-->", b"", data[:_META_BYTES]))):
+        labels.append((meta[1] or meta[2]).decode("ascii", "replace"))
+    for label in labels:
+        if (text := _declared(data, codec_of(label))) is not None:
+            return text
+    if name := _utf16(data):
+        return data.decode(name, "replace")
+    if _ISO_2022.search(data) and data.isascii():
+        return _iso2022(data)
+    if (text := _utf8(data, wrong_per_right=0.25)) is not None:
+        return text
+    if b"\x00" in data[:8192]:
+        raise Unreadable(BINARY)
+    return data.decode(_guess(data), "replace")
 
-    start = next((found.start() for found in _NOT_ASCII.finditer(data)), 0)
-    sample = data if len(data) <= _SAMPLE else data[max(0, start - _SAMPLE // 16) :][:_SAMPLE]
+
+def codec_of(label: str) -> str | None:
+    """The codec for a declared encoding, a superset of it if there is one; None for an unknown name."""
+    label = re.sub(r"[^\w.:-]", "", label.lower())
+    plain = re.sub(r"^(x-)+|[\W_]", "", label)
+    short = re.sub(r"^(?:windows|win|cp|ms|ibm|dos)(?=\d+$)", "cp", plain)
+    short = re.sub(
+        r"^(?:cs)?(?:iso)?8859(1?\d)[ei]?$", r"iso8859-\1", short
+    )  # -8-i is in logical order, as all text is
+    for name in (_LABELS.get(plain), _LABELS.get(short), label, short):
+        try:
+            codec = codecs.lookup(name or "").name
+            "a".encode(codec)  # LookupError for one that is not of text, as rot13
+        except (LookupError, ValueError):
+            continue
+        return None if codec in _UNSAFE else _SUPERSETS.get(codec, codec)
+    return None
+
+
+def _declared(data: bytes, codec: str | None) -> str | None:
+    """The text in a declared encoding, with a few wrong bytes; None if it is evidently another one."""
+    if codec is None or (codec == "ascii" and not data.isascii()):
+        return None
+    if codec == "utf-8":
+        return None if _ISO_2022.search(data) else _utf8(data, wrong_per_right=1)
+    if codec.startswith(("utf-16", "utf-32")):
+        if b"\x00" not in data:
+            return None
+        codec = _utf16(data) or codec
+    elif codec.startswith("iso2022_jp"):
+        return _iso2022(data)
+    elif len(_UTF_8.findall(data, 0, 1 << 16)) > (0 if codec == "cp1252" else 3):
+        try:
+            return data.decode()  # names of old encodings outlive a conversion to UTF-8
+        except UnicodeDecodeError:
+            pass
+    text = data.decode(codec, "replace")
+    return text if 4 * text.count("\ufffd") <= sum(not c.isascii() for c in text) else None
+
+
+def _utf8(data: bytes, *, wrong_per_right: float) -> str | None:
+    """The text as UTF-8, in which some bytes are Windows-1252 or a character is cut; None if there are too many."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        pass
     wrong = 0
 
     def single(error: UnicodeError) -> tuple[str, int]:
@@ -63,24 +155,13 @@ def _legacy(data: bytes) -> str:
         assert isinstance(error, UnicodeDecodeError)
         if error.reason == "unexpected end of data":
             return "", error.end
-        return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
+        part, after = error.object[error.start : error.end], error.object[error.end : error.end + 1]
+        cut = len(part) > 1 or (b"\xc2" <= part <= b"\xd1" and not after.isalpha())
+        return "\ufffd" if cut else part.decode("cp1252", "replace"), error.end
 
-    register_error("ragkv-single", single)
-    sample.decode("utf-8", "ragkv-single")
-    if 4 * wrong <= len(_UTF_8.findall(sample)):
-        return data.decode("utf-8", "ragkv-single")
-    guesses = from_bytes(sample)  # only a sample, because it tries some ninety encodings
-    best = guesses.best()
-    if best is None:
-        raise Unreadable(BINARY)
-    for guess in guesses:
-        as_good = guess.chaos <= best.chaos and guess.coherence >= best.coherence
-        if as_good and "cp1252" in guess.could_be_from_charset:
-            best = guess
-            break
-    if is_multi_byte_encoding(best.encoding) and not _EAST_ASIAN.search(sample):
-        return data.decode("cp1252", "replace")
-    return str(best) if sample is data else data.decode(best.encoding, "replace")
+    codecs.register_error("ragkv-single", single)
+    text = data.decode("utf-8", "ragkv-single")
+    return text if wrong <= wrong_per_right * len(_UTF_8.findall(data)) else None
 
 
 def _utf16(data: bytes) -> str | None:
@@ -92,6 +173,43 @@ def _utf16(data: bytes) -> str | None:
     if even > 0.4 * len(sample) / 2 and odd == 0:
         return "utf-16-be"
     return None
+
+
+def _iso2022(data: bytes) -> str:
+    """Each codec knows other escapes; the last one, of JIS X 0213, has the characters that vendors added (①, ㈱)."""
+    for codec in ("iso2022_kr",) if b"\x1b$)C" in data else ("iso2022_jp_2", "iso2022_jp_ext"):
+        try:
+            return data.decode(codec)
+        except UnicodeDecodeError:
+            continue
+    return re.sub(rb"\x1b\$[@B]", b"\x1b$(Q", data).decode("iso2022_jp_2004", "replace")
+
+
+def _guess(data: bytes) -> str:
+    """The encoding of 8-bit or East Asian text, judged by the lines that are not ASCII."""
+    import chardet
+
+    lines = b"\n".join(line for line in data[: 1 << 24].splitlines() if not line.isascii())
+    sample = (lines if 4 * len(lines) < len(data) else data)[:_GUESS_BYTES]  # words of ASCII tell the language too
+
+    def best(candidates: list[str]) -> str | None:
+        return chardet.detect(sample, include_encodings=candidates, prefer_superset=True)["encoding"]
+
+    for japanese in ("cp932", "euc_jis_2004"):
+        text = sample.decode(japanese, "replace")
+        if 3 * len(re.findall("[\u3040-\u30ff]", text)) > len(text.translate(_ASCII)) and "\ufffd" not in text[:-1]:
+            return japanese
+    if not (guess := best(_CANDIDATES)):
+        raise Unreadable(BINARY)
+    text = sample.decode(guess, "replace")
+    other = len(re.findall(_OTHER, text))
+    if other and (not _OTHER_WORD.search(text) or 3 * len(_LATIN_WORDS.findall(text)) > other):
+        guess = "cp1252"  # Latin words whose accented letters look like Greek or Cyrillic ones
+    if codecs.lookup(guess).name == "cp1250" and _SPANISH.issuperset(
+        sample.decode("cp1252", "replace").translate(_ASCII)
+    ):
+        return "cp1252"  # ñ and not ń
+    return guess
 
 
 def clean(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -16,50 +18,164 @@ _LAYOUT = "|".join(f".//table[.//table]{path}" for path in ("", "/tr", "/tr/td",
 
 
 _TOO_DEEP = "its elements are nested more than 255 deep; what follows is missing"
-
-
-_VALUE = rb"=\s*(?:\"[^\"]*\"|'[^']*')?"
-_TAG = re.compile(rb"<[A-Za-z](?>[^>=]|%s)*" % _VALUE)
+_VALUE = r"=\s*(?:\"[^\"]*\"|'[^']*')?"
+_TAG = re.compile(rf"<[A-Za-z](?>[^>=]|{_VALUE})*")
 _QUOTED = re.compile(_VALUE)
 _MAX_ATTRIBUTES = 5000  # of a tag; libxml2 compares each with all before, which takes minutes for 300,000
+_QUOTED_WORDS = 100  # of what is outside of the main text
+_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6", "summary")
+_INLINE = (
+    *("sub", "sup", "b", "i", "em", "strong", "mark", "u", "s", "small"),
+    *("big", "font", "span", "ins", "a", "tt", "bdi"),
+)
+_BOILERPLATE = """//nav | //footer | //aside | //header[not(ancestor::main or ancestor::article)]
+    | //*[@role='navigation']"""
+_PERMALINKS = """//*[self::h1 or self::h2 or self::h3 or self::h4 or self::h5 or self::h6]//a[starts-with(@href, '#')
+    or contains(@class, 'anchor') or contains(@class, 'link')] | //span[contains(@class, 'mw-editsection')]"""
+_LINE_NUMBERS = """//td[contains(@class, 'linenos') or contains(@class, 'lineno') or contains(@class, 'gutter')
+    or contains(@class, 'blob-num')] | //pre//span[contains(@class, 'linenos')]"""
 
 
-def _check_attributes(data: bytes) -> None:
-    """Raise `Unreadable` for a tag with too many attributes. A long value, as an embedded picture has, is one."""
-    for tag in _TAG.finditer(data.replace(b"\0", b"")):  # as UTF-16 has between letters
-        if len(tag[0]) > 2 * _MAX_ATTRIBUTES and len(re.split(rb"[\s/]+", _QUOTED.sub(b" ", tag[0]))) > _MAX_ATTRIBUTES:
-            raise Unreadable(f"a tag of it has more than {_MAX_ATTRIBUTES:,} attributes")
-
-
-def read_html(data: bytes, *, whole: bool = False) -> Parsed:
-    """The main text as Markdown: headings, lists and tables are kept, navigation is dropped.
+def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) -> Parsed:
+    """The main text as Markdown: headings, lists and tables are kept; what is outside is named in `left_out`.
 
     If the extraction finds only a small part of the page's text, all of the text is taken. `whole`: it is no page of a
-    site but a chapter or a message, without navigation.
+    site but a chapter or a message, without navigation. `declared` is the encoding that HTTP or MIME name.
     """
     import trafilatura
-    from trafilatura.settings import use_config
     from trafilatura.utils import HTML_PARSER
 
-    _check_attributes(data)
+    page = decode(data, declared, markup=True)
+    for tag in _TAG.finditer(page):  # a long value, as an embedded picture has, is one attribute
+        if len(tag[0]) > 2 * _MAX_ATTRIBUTES and len(re.split(r"[\s/]+", _QUOTED.sub(" ", tag[0]))) > _MAX_ATTRIBUTES:
+            raise Unreadable(f"a tag of it has more than {_MAX_ATTRIBUTES:,} attributes")
+    page = re.sub(r"\A\s*<\?xml[^>]*>", "", page)
     with silenced("trafilatura"):
-        tree = trafilatura.load_html(data)
+        tree = _tree(page)
         # libxml2 stops at a depth of 256 and drops the rest of the page
         left_out = [_TOO_DEEP for fault in HTML_PARSER.error_log if fault.type_name == "ERR_RESOURCE_LIMIT"][:1]
-        if tree is None:  # the library expects a whole page
-            tree = trafilatura.load_html(f"<html><body>{decode(data)}</body></html>")
-        if tree is None:
-            raise Unreadable("no text found")
-        config = use_config()
-        config.set("DEFAULT", "MIN_EXTRACTED_SIZE", "1")  # a short page is a page
-        _mark_article(tree, whole=whole)
         title = " ".join((tree.findtext(".//title") or "").split()) or None
-        everything = trafilatura.html2txt(tree)
-        text = trafilatura.extract(tree, output_format="markdown", include_comments=False, config=config) or ""
-        if len(text) < 250 and len(everything) > 4 * len(text):
-            text = trafilatura.baseline(tree)[1] or everything
-    parsed = parse_markdown(clean(text))
+        names = {_letters(heading.text_content()) for heading in tree.iter(*_HEADINGS)}
+        words = _words_of(tree)
+        pictures = [
+            name for image in tree.iter("img") if (name := image.get("alt", image.get("src", "")[:200]).strip())
+        ]
+        main = deepcopy(tree)
+        for element in main.xpath(_BOILERPLATE):
+            element.drop_tree()
+        inside, text = _words_of(main), ""
+        for attempt in (
+            lambda: _extract(tree, whole=whole),
+            lambda: _extract(main, whole=True),
+            lambda: trafilatura.html2txt(main),
+            lambda: trafilatura.baseline(tree)[1],
+            lambda: trafilatura.html2txt(tree),
+        ):
+            lost = _lost(inside, text)
+            if text.strip() and 3 * len(lost) <= len(inside):
+                break
+            other = attempt()
+            text = other if not text.strip() or 2 * len(_lost(inside, other)) < len(lost) else text
+    if not text.strip():
+        raise Unreadable(next(iter(left_out), "no text found"))
+    if pictures:
+        left_out.append(f"pictures ({_cut(dict.fromkeys(' '.join(pictures).split()))})")
+    if lost := _lost(words, text):
+        left_out.append(f"outside of the main text ({_cut(lost)})")
+    parsed = parse_markdown(clean(text), lambda heading: _letters(heading) in names)
     return replace(parsed, title=title or parsed.title, left_out=left_out)
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text)
+
+
+def _words(text: str) -> dict[str, str]:
+    """The words of a text in their order, by their form to compare."""
+    return {word.casefold(): word for word in re.findall(r"\w+", text)}
+
+
+def _words_of(tree: Any) -> dict[str, str]:
+    texts: list[str | None] = []
+    for element in tree.iterfind("body//*"):
+        texts += [None if element.tag in ("script", "style", "template") else element.text, element.tail]
+    body = tree.find("body")
+    return _words(" ".join(text or "" for text in (None if body is None else body.text, *texts)).replace("\xad", ""))
+
+
+def _lost(words: dict[str, str], text: str) -> list[str]:
+    there = _words(text.replace("\\", ""))
+    return [word for key, word in words.items() if key not in there]
+
+
+def _cut(words: Iterable[str]) -> str:
+    words = list(words)
+    more = f" … and {len(words) - _QUOTED_WORDS:,} more words" if len(words) > _QUOTED_WORDS else ""
+    return " ".join(words[:_QUOTED_WORDS]) + more
+
+
+def _tree(page: str) -> Any:
+    """The parsed page, in which code is code, and words and headings hold no marks."""
+    import trafilatura
+    from lxml.etree import SubElement, strip_tags
+
+    tree = trafilatura.load_html(page)
+    if tree is None:  # the library expects a whole page
+        tree = trafilatura.load_html(f"<html><body>{page}</body></html>")
+    if tree is None:
+        raise Unreadable("no text found")
+    strip_tags(tree, "wbr")
+    for mark in tree.xpath(f"{_PERMALINKS} | {_LINE_NUMBERS}"):
+        if not any(map(str.isalpha, mark.text_content())) or "mw-editsection" in mark.get("class", ""):
+            mark.drop_tree()
+    for code in list(tree.iter("pre")):
+        for line in code.iter("br"):
+            line.tail = "\n" + (line.tail or "")
+        words = code.text_content()
+        code.clear(keep_tail=True)
+        SubElement(code, "code").text = words.strip("\n")
+        table = next(code.iterancestors("table"), None)
+        if table is not None and table.text_content().split() == words.split():  # its other cells were line numbers
+            table.addprevious(code)
+            table.drop_tree()
+    for element in list(tree.iter(*_INLINE)):
+        _join_word(element)
+    for element in tree.iter("form", "figure", "figcaption", "address", "center", "legend", "fieldset", "label"):
+        element.tag = "div" if len(element) else "p"  # the extractor drops these, or knows no line end beside them
+    return tree
+
+
+def _join_word(element: Any) -> None:
+    """Drop a tag that begins or ends inside of a word, as in CO<sub>2</sub>; 10<sup>5</sup> becomes 10^5."""
+    words, parent = element.text_content(), element.getparent()
+    if parent is None or not words:
+        return
+    # Links and spans in a row are parts of a menu, say, and not of a word
+    previous, following = (None, None) if element.tag in ("a", "span") else (element.getprevious(), element.getnext())
+    before = parent.text if element.getprevious() is None else element.getprevious().tail
+    before = before or ("" if previous is None else previous.text_content())
+    after = element.tail or ("" if following is None else following.text_content())
+    if element.tag == "sup" and element.find(".//a") is not None:  # a note's number
+        element.text = " " + (element.text or "")
+    elif element.tag == "sup" and before[-1:].isdigit() and re.match(r"[-+−\d]", words):
+        element.text = "^" + (element.text or "")
+    elif (
+        element.tag not in ("sub", "sup")
+        and not (before and (before[-1] + words[0]).isalnum())
+        and not (after and (words[-1] + after[0]).isalnum())
+    ):
+        return
+    element.drop_tag()
+
+
+def _extract(tree: Any, *, whole: bool) -> str:
+    import trafilatura
+    from trafilatura.settings import use_config
+
+    config = use_config()
+    config.set("DEFAULT", "MIN_EXTRACTED_SIZE", "1")  # a short page is a page
+    _mark_article(tree, whole=whole)
+    return trafilatura.extract(tree, output_format="markdown", include_comments=False, config=config) or ""
 
 
 def _mark_article(tree: Any, *, whole: bool) -> None:

@@ -255,7 +255,7 @@ def preview(
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                text = changed_text(source.fetched() or source, reader, store, recipe, report)
+                text = changed_text(source.fetched(), reader, store, recipe, report)
                 if text is None:
                     continue
                 report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
@@ -302,7 +302,7 @@ def require_readable(paths: Sequence[Path | SourceFile], *, limits: ParseLimits 
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                reader.read(source.fetched() or source)
+                reader.read(source.fetched())
                 return
     raise nothing_read(report.skipped)
 
@@ -589,13 +589,7 @@ class Ingester:
         size = source.size
         item: IngestItem | None = None
         with skip_unreadable(source, report):
-            stored = None if source.remote is None else self._store.document(source.document_id)
-            current = stored is not None and stored.recipe == self._digest
-            fetched = source.fetched(stored.document.metadata if stored and current else None)
-            if fetched is None:
-                report.unchanged.append(source.document_id)
-                return None
-            source = fetched
+            source = source.fetched()
             text = changed_text(source, reader, self._store, self._digest, report)
             if text is not None:
                 document = Document(
@@ -604,7 +598,6 @@ class Ingester:
                     content_hash=text.content_hash,  # of the bytes read: the file may have changed since it was hashed
                     media_type=source.media_type,
                     title=text.title,
-                    metadata=source.validators,
                 )
                 item = IngestItem(document, text.text, self._chunks(document, text), size)
                 report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]

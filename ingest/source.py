@@ -13,7 +13,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -36,9 +36,8 @@ class Remote(Protocol):
 
     skipped: list[Skipped]
 
-    def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
-        """The source with its bytes, type and size; None if it still has the validators `known`. Raises
-        UnreadableSource."""
+    def get(self, source: SourceFile) -> SourceFile:
+        """The source with its bytes, type and size; raises UnreadableSource."""
         ...
 
     def is_gone(self, document_id: str) -> bool:
@@ -49,7 +48,7 @@ class Remote(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file to read, or bytes in memory (`data`) or in another file (`held`), for which `path` is only a name. With a
-    `remote`, `fetched` gets its bytes; the `validators` identify this version to the remote.
+    `remote`, `fetched` gets its bytes.
 
     `document_id` is the absolute POSIX path. `name` is for citations: the path below the given folder, or the file's
     name, with more leading folders if two sources would share it. `size` is in bytes.
@@ -63,16 +62,15 @@ class SourceFile:
     data: bytes | None = field(default=None, repr=False)
     held: Path | None = field(default=None, repr=False)
     remote: Remote | None = field(default=None, repr=False)
-    validators: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def shown(self) -> Path | str:
         """The source's name in lists: its path, or its URL."""
         return self.document_id if "://" in self.document_id else self.path
 
-    def fetched(self, known: Mapping[str, str] | None = None) -> SourceFile | None:
-        """This source with its bytes, if it is remote; None if it still has the validators `known`."""
-        return self if self.remote is None else self.remote.get(self, known)
+    def fetched(self) -> SourceFile:
+        """This source with its bytes, if it is remote."""
+        return self if self.remote is None else self.remote.get(self)
 
     @property
     def place(self) -> Path:

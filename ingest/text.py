@@ -38,27 +38,48 @@ def read_markdown(data: bytes) -> Parsed:
     return parse_markdown(decode(data))
 
 
-def parse_markdown(text: str) -> Parsed:
+def parse_markdown(text: str, is_heading: Callable[[str], bool] = lambda _: True) -> Parsed:
     """A section per heading, named by its path. The title is that of the front matter, else the first top heading."""
     title = None
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
-        if found := _TITLE.search(front[2]):
-            title = found[1].strip(" \t").strip("\"'") or None
-    headings = list(_headings(text))
+        title = _front_title(front[1], front[2])
+    headings = [heading for heading in _headings(text) if is_heading(heading[2])]
     title = title or next((name for _, level, name in headings if level == 1 and name), None)
     return Parsed(text=text, sections=sections_under(text, headings), title=title)
 
 
+def _front_title(mark: str, fields: str) -> str | None:
+    """The title that YAML or TOML give, also over several lines; or what follows "title:" if it is neither."""
+    import tomllib
+
+    import yaml
+
+    try:
+        values = tomllib.loads(fields) if mark == "+++" else yaml.load(fields, yaml.BaseLoader)
+        title = next((value for key, value in values.items() if key.lower() == "title"), None)
+        if isinstance(title, str):
+            return " ".join(title.split()) or None
+    except (ValueError, AttributeError, yaml.YAMLError):  # a colon in the title, or a template
+        pass
+    simple = _TITLE.search(fields)
+    return (simple[1].strip(" \t").strip("\"'") or None) if simple else None
+
+
 def _headings(text: str) -> Iterator[tuple[int, int, str]]:
-    """(offset of its first line, level, words) of every heading outside fenced code."""
+    """(offset of its first line, level, words) of every heading outside fenced code and comments."""
     fence = ""
+    comment = False
     paragraph = 0  # lines of the current paragraph; one line with an underline below it is a heading
     position = previous = 0
     words = ""
     for line in text.splitlines(keepends=True):
         bare = line.rstrip("\n")
-        if mark := _FENCE.match(bare):
+        mark = _FENCE.match(bare)
+        if comment or (not fence and bare.lstrip().startswith("<!--")):
+            comment = "-->" not in bare
+            paragraph = 0
+        elif mark and (fence or mark[1][0] == "~" or "`" not in mark[2]):  # else code in a line
             if not fence:
                 fence = mark[1]
             elif mark[1].startswith(fence) and not mark[2].strip():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ragkv.ingest.ingester import missing_sources
@@ -23,7 +23,7 @@ WALK_TICKS = 60  # seconds without a notification after which the folders are wa
 POLL_SECONDS = 5.0
 SETTLE_MILLISECONDS = 300  # without a change, before a group of changes is complete
 LONGEST_MILLISECONDS = 5000  # of a group of changes
-MOST_TOGETHER = 500
+MAX_TOGETHER = 500
 """Files, or documents to delete, in one call of `apply`."""
 _RACY = 2_000_000_000
 """Nanoseconds: a file that changed this recently before a walk may change again and keep its times."""
@@ -38,20 +38,6 @@ class FolderChanges:
     sources: Sequence[SourceFile] = ()
     gone: Sequence[str] = ()
     skipped: Sequence[Skipped] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Walk:
-    """The result of a walk: document id -> (times, whether they are settled, digest). An unsettled file is read again
-    by the next walk.
-
-    `changed` is when the folders around each changed file were renamed. A folder may be moved away and back while its
-    files are ingested: they were missing, or others, and look unchanged.
-    """
-
-    files: dict[str, tuple[tuple[int, ...], bool, str]] = field(default_factory=dict)
-    changed: dict[str, list[int]] = field(default_factory=dict)
-    skipped: frozenset[Skipped] = frozenset()
 
 
 class FolderWatcher:
@@ -79,8 +65,10 @@ class FolderWatcher:
         self._largest = largest
         self._notify = notify
         self._notified: set[str] = set()
-        self._last: _Walk | None = None
-        self._kept = False
+        self._last: dict[str, tuple[tuple[int, ...], bool, str]] | None = None
+        """The last walk: document id -> (times, whether they are settled, digest). An unsettled file is read again."""
+        self._skipped: frozenset[Skipped] = frozenset()
+        self._unmounted = False
         self._polling = False
 
     def follow(self, apply: Callable[[FolderChanges], bool], stop: threading.Event) -> None:
@@ -89,61 +77,55 @@ class FolderWatcher:
         If `apply` returns False, the index does not hold these changes; the next walk finds them again.
         """
         for _ in self._ticks(stop):
-            changes, walk = self._walk()
-            parts = [FolderChanges(sources=some) for some in batches(changes.sources, lambda _: 1, MOST_TOGETHER)]
-            parts += [FolderChanges(gone=some) for some in batches(changes.gone, lambda _: 1, MOST_TOGETHER)]
+            changes, files, skipped = self._walk()
+            parts = [FolderChanges(sources=some) for some in batches(changes.sources, lambda _: 1, MAX_TOGETHER)]
+            parts += [FolderChanges(gone=some) for some in batches(changes.gone, lambda _: 1, MAX_TOGETHER)]
             if changes.skipped:
                 parts = parts or [FolderChanges()]
                 parts[-1].skipped = changes.skipped
             if all(apply(part) for part in parts if not stop.is_set()) and not stop.is_set():
-                self._last = walk
+                self._last, self._skipped = files, skipped
 
-    def _walk(self) -> tuple[FolderChanges, _Walk]:
+    def _walk(self) -> tuple[FolderChanges, dict[str, tuple[tuple[int, ...], bool, str]], frozenset[Skipped]]:
         began = time.time_ns()
         present = [folder for folder in self._folders if leads_to_folder(folder, denied=False)]
         sources, skipped = find_sources(present)
-        last, walk, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
+        files: dict[str, tuple[tuple[int, ...], bool, str]] = {}
+        changed = []
         for source in sources:
-            known = last.files.get(source.document_id)
+            known = (self._last or {}).get(source.document_id)
             try:
                 status = source.path.stat()
             except OSError:  # gone meanwhile, as the next walk finds
-                walk.files[source.document_id] = ((), False, "")
+                files[source.document_id] = ((), False, "")
                 continue
-            times = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
-            before = last.changed.get(source.document_id)
-            moved = before is not None and any(set(self._above(source.path)).difference(before))
-            if known is not None and known[:2] == (times, True) and not moved:
-                walk.files[source.document_id] = known
+            times = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, *self._above(source.path))
+            if known is not None and known[:2] == (times, True):
+                files[source.document_id] = known
                 continue
-            above = self._above(source.path)
             try:
                 digest = source.digest() if status.st_size <= self._largest else str(times)
             except OSError as error:
                 digest = str(error)
             dated = 0 if status.st_mtime_ns > began + _AHEAD else status.st_mtime_ns
-            settled = max(dated, status.st_ctime_ns) < began - _RACY
-            walk.files[source.document_id] = (times, settled, digest)
+            files[source.document_id] = (times, max(dated, status.st_ctime_ns) < began - _RACY, digest)
             # A file that was rewritten and now looks unchanged may have been ingested in between.
-            same = known is not None and (known[0], known[2]) == (times, digest) and not moved
+            same = known is not None and (known[0], known[2]) == (times, digest)
             if not same and not self._is_current(source, digest):
                 changed.append(source)
-                walk.changed[source.document_id] = above
-        gone = self._gone(present, sources, skipped, last) if self._prune else []
+        gone = self._gone(present, sources, skipped) if self._prune else []
         for folder in () if self._prune else self._folders:
             self._say(folder not in present, f"{folder} does not exist; its files are ingested once it does.")
-        fresh = [skip for skip in skipped if skip not in last.skipped]
-        return FolderChanges(sources=changed, gone=gone, skipped=fresh), walk
+        fresh = [skip for skip in skipped if skip not in self._skipped]
+        return FolderChanges(sources=changed, gone=gone, skipped=fresh), files, frozenset(skipped)
 
-    def _gone(
-        self, present: Sequence[Path], sources: Sequence[SourceFile], skipped: Sequence[Skipped], last: _Walk
-    ) -> list[str]:
+    def _gone(self, present: Sequence[Path], sources: Sequence[SourceFile], skipped: Sequence[Skipped]) -> list[str]:
         """The documents to delete; the index is searched for them if something of the last walk is gone."""
-        found = {source.document_id for source in sources}
-        if self._last is not None and not self._kept and last.files.keys() <= found:
+        present_ids = {source.document_id for source in sources}
+        if self._last is not None and not self._unmounted and self._last.keys() <= present_ids:
             return []
         filled = [folder for folder in present if any(source.path.is_relative_to(folder) for source in sources)]
-        self._kept = len(filled) < len(self._folders)
+        self._unmounted = len(filled) < len(self._folders)
         for folder in self._folders:
             self._say(
                 folder not in filled,
@@ -161,81 +143,66 @@ class FolderWatcher:
     def _ticks(self, stop: threading.Event) -> Iterator[None]:
         """Yields when it is time to walk; first once the folders are watched, so that no change is missed."""
         while not stop.is_set():
+            inodes = {folder: _inode(folder) for folder in self._folders}
+            there = [folder for folder, inode in inodes.items() if inode]
+            if self._polling or not there:
+                yield
+                stop.wait(POLL_SECONDS if self._polling else 1)
+                continue
             try:
-                yield from self._notifications(stop)
-            except ImportError:
-                self._poll("watchfiles is not installed")
-            except (OSError, RuntimeError) as error:  # the system's limit, for one; RuntimeError is watchfiles' own
-                self._poll(str(error).rstrip("."))
-            if self._polling:
-                yield
-                stop.wait(POLL_SECONDS)
+                from watchfiles import watch
 
-    def _poll(self, reason: str) -> None:
-        self._polling = True
-        self._notify(f"No notifications of changes ({reason}): checking every {POLL_SECONDS:.0f} seconds.")
-
-    def _notifications(self, stop: threading.Event) -> Iterator[None]:
-        """Yields at changes, until a folder is replaced."""
-        if self._polling:
-            return
-        from watchfiles import watch
-
-        present = {folder: _inode(folder) for folder in self._folders}
-        there = [folder for folder, inode in present.items() if inode]
-        if not there:
-            yield
-            stop.wait(1)
-            return
-        changes = watch(
-            *there,
-            watch_filter=lambda _, path: self._matters(Path(path)),
-            step=SETTLE_MILLISECONDS,
-            debounce=LONGEST_MILLISECONDS,
-            stop_event=stop,
-            rust_timeout=1000,
-            yield_on_timeout=True,
-            ignore_permission_denied=True,
-        )
-        for tick, found in enumerate(changes):
-            moved = any(_inode(folder) != inode for folder, inode in present.items())
-            if found or moved or tick % WALK_TICKS == 0:
-                yield
-            if moved:
-                return
+                changes = watch(
+                    *there,
+                    watch_filter=lambda _, path: self._matters(Path(path)),
+                    step=SETTLE_MILLISECONDS,
+                    debounce=LONGEST_MILLISECONDS,
+                    stop_event=stop,
+                    rust_timeout=1000,
+                    yield_on_timeout=True,
+                    ignore_permission_denied=True,
+                )
+                for tick, some in enumerate(changes):
+                    replaced = any(_inode(folder) != inode for folder, inode in inodes.items())
+                    if some or replaced or tick % WALK_TICKS == 0:
+                        yield
+                    if replaced:
+                        break
+            except (ImportError, OSError, RuntimeError) as error:  # the system's limit, or watchfiles' own error
+                reason = "watchfiles is not installed" if isinstance(error, ImportError) else str(error).rstrip(".")
+                self._polling = True
+                self._notify(f"No notifications of changes ({reason}): checking every {POLL_SECONDS:.0f} seconds.")
 
     def _matters(self, path: Path) -> bool:
         """Whether a walk may find something at this path: it is not hidden, and not in an index."""
-        for folder in self._folders:
-            if path.is_relative_to(folder):
-                below = path.relative_to(folder)
-                inside = [folder / parent for parent in below.parents][:-1]
-                try:
-                    return not any(part.startswith(".") for part in below.parts) and not any(
-                        (parent / "store" / "data.mdb").is_file() for parent in inside
-                    )
-                except OSError:
-                    return True  # a walk finds what may not be looked at
-        return True
+        folder = next((folder for folder in self._folders if path.is_relative_to(folder)), None)
+        if folder is None:
+            return True
+        below = path.relative_to(folder)
+        try:
+            return not any(part.startswith(".") for part in below.parts) and not any(
+                (folder / parent / "store" / "data.mdb").is_file() for parent in [*below.parents][:-1]
+            )
+        except OSError:
+            return True  # a walk finds what may not be looked at
 
-    def _above(self, path: Path) -> list[int]:
+    def _above(self, path: Path) -> Iterator[int]:
         """When the folders around a file, up to the watched one, were renamed; 0 for one that has got or lost a name
-        since."""
-        renamed = []
+        since. One may be moved away and back while its files are ingested: they were missing, and look unchanged.
+        """
         for folder in path.parents:
             try:
                 status = folder.stat()
             except OSError:
-                break
-            renamed.append(status.st_ctime_ns if status.st_ctime_ns != status.st_mtime_ns else 0)
+                return
+            yield status.st_ctime_ns if status.st_ctime_ns != status.st_mtime_ns else 0
             if folder in self._folders:
-                break
-        return renamed
+                return
 
 
 def _inode(folder: Path) -> tuple[int, int] | None:
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -15,15 +15,16 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from email.message import Message
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from ragkv.errors import IngestError, UsageError
+from ragkv.ingest.charset import decode
 from ragkv.ingest.parser import TEXT, Parsed, ParseLimits, Unreadable, media_type_of
 from ragkv.ingest.sandbox import SourceReader, UnreadableSource
 from ragkv.ingest.source import Skipped, SourceFile, sniff
@@ -36,25 +37,22 @@ _AGENT = "ragkv"
 _SITEMAP = "application/sitemap+xml"
 _MAX_LISTED = 50_000  # pages of a sitemap; the protocol's limit
 _MAX_PAGE_BYTES = 64 << 20  # unpacked
+_TOO_LARGE = f"larger than {_MAX_PAGE_BYTES:,} bytes"
+_NO_ADDRESS = "it is no address of the web (http or https)"
 _MAX_ROBOTS_BYTES = 512 << 10  # RFC 9309, 2.5
 _NOMINAL_BYTES = 1 << 14  # of a page in the progress, before it is fetched
 _MAX_REDIRECTS = 5
 _CONNECT_SECONDS, _READ_SECONDS, _PAGE_SECONDS = 10.0, 30.0, 120.0
 _MAX_FAILURES = 3  # consecutive ones after which a host is not asked again
 _MAX_URL_CHARACTERS = 2048
-_VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
-"""The response headers that identify a page's version, kept as document metadata, and their conditional request
-headers."""
-
 _GLOBAL_IPV6, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
-_SPECIAL_IPV6 = [ipaddress.IPv6Network(net) for net in ("2001::/23", "2001:db8::/32", "2620:4f:8000::/48", "3fff::/20")]
-_SPECIAL_IPV4 = [
-    ipaddress.IPv4Network(net)
-    for net in (
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
-        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24"),
-        *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24"),
-        *("203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+_SPECIAL = [
+    ipaddress.ip_network(network)
+    for network in re.findall(
+        r"\S+",
+        """0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24
+        192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24
+        203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 2001::/23 2001:db8::/32 2620:4f:8000::/48 3fff::/20""",
     )
 ]
 """IANA's special-purpose registries, and multicast. Python's `is_global` differs between versions and counts what is
@@ -88,10 +86,12 @@ def read_sitemap(data: bytes) -> Parsed:
     return Parsed(text="\n".join(filter(None, pages)))
 
 
-def _page(address: str, media_type: str, data: bytes | None = None, size: int = 0, **more: Any) -> SourceFile:
+def _page(address: str, media_type: str, data: bytes | None = None, **more: Any) -> SourceFile:
     """The source of a page; with its `data`, the address is that after redirects."""
-    name: dict[str, Any] = {"path": Path(address), "document_id": address, "name": address}
-    return SourceFile(**name, media_type=media_type, data=data, size=size if data is None else len(data), **more)
+    size = _NOMINAL_BYTES if data is None else len(data)
+    return SourceFile(
+        path=Path(address), document_id=address, name=address, media_type=media_type, data=data, size=size, **more
+    )
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Web:
     _sitemaps: set[str] = field(default_factory=set)
     """The folders of the sitemaps."""
     _gone: set[str] = field(default_factory=set)
-    _sites: dict[tuple[str, str, int], _Site] = field(default_factory=dict)
+    _sites: dict[str, _Site] = field(default_factory=dict)
     _last: tuple[str, SourceFile] | None = None
 
     def __post_init__(self) -> None:
@@ -135,17 +135,12 @@ class Web:
 
     def sources(self, addresses: Iterable[str], listed: Iterable[str] = ()) -> list[SourceFile]:
         """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages."""
-        for address in addresses:
-            try:
-                self._add(_normal(address))
-            except (Unreadable, UnreadableSource) as error:
-                self.skipped.append(Skipped(path=address, reason=getattr(error, "reason", str(error))))
-        for address in listed:
-            try:
-                page = _normal(address)
-                self._scopes.setdefault(page, urljoin(page, "/"))
-            except Unreadable as error:
-                self.skipped.append(Skipped(path=address, reason=str(error)))
+        for add, some in ((self._add, addresses), (self._add_page, listed)):
+            for address in some:
+                try:
+                    add(_normal(address))
+                except (Unreadable, UnreadableSource) as error:
+                    self.skipped.append(Skipped(path=address, reason=getattr(error, "reason", str(error))))
         pages = list(self._scopes)
         if len(pages) > self.max_pages:
             left = f"{len(pages) - self.max_pages:,} more pages are listed: raise --max-pages"
@@ -153,24 +148,19 @@ class Web:
         if not pages:
             reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in self.skipped[:3])
             raise IngestError(f"Nothing to ingest: {reasons or 'no address is listed'}.", self.skipped)
-        return [_page(page, TEXT, size=_NOMINAL_BYTES, remote=self) for page in pages[: self.max_pages]]
+        return [_page(page, TEXT, remote=self) for page in pages[: self.max_pages]]
 
-    def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
-        """The source with its bytes and type; None if the server answers that the version with the validators `known`
-        is current (304). Raises UnreadableSource. The last page stays here, for the next call.
-        """
+    def get(self, source: SourceFile) -> SourceFile:
+        """The source with its bytes and type; raises UnreadableSource. The last page stays here, for the next call."""
         address = source.document_id
         try:
             if self._last is None or self._last[0] != address:
-                self._last = (address, self._fetch(address, self._scopes[address], known))
+                self._last = (address, self._fetch(address, self._scopes[address]))
             page = self._last[1]
             if page.document_id != address and page.document_id in self._scopes:
                 raise Unreadable(f"it redirects to {page.document_id}, which is listed itself")
         except Unreadable as error:
-            status = error.status if isinstance(error, _HTTPStatusError) else 0
-            if status == 304 and known:
-                return None
-            if status in (404, 410):
+            if isinstance(error, _HTTPStatusError) and error.status in (404, 410):
                 self._gone.add(address)
             raise UnreadableSource(source.name, str(error)) from None
         return replace(page, path=source.path, document_id=address, name=source.name)
@@ -183,11 +173,14 @@ class Web:
             and any(_is_below(document_id, folder) for folder in self._sitemaps)
         )
 
+    def _add_page(self, address: str) -> None:
+        self._scopes.setdefault(address, urljoin(address, "/"))
+
     def _add(self, address: str) -> None:
         """Add a page, or the pages of a sitemap; those outside of its folder are skipped."""
         page = self._fetch(address, urljoin(address, "/"))
         if page.media_type != _SITEMAP:
-            self._scopes[address] = urljoin(address, "/")
+            self._add_page(address)
             self._last = (address, page)
             return
         folder = urljoin(address, ".")
@@ -208,63 +201,52 @@ class Web:
         if outside:
             self.skipped.append(Skipped(path=address, reason=f"{outside:,} of its pages are not below {folder}"))
 
-    def _fetch(self, address: str, scope: str, known: Mapping[str, str] | None = None) -> SourceFile:
-        """Fetch an address by its site's rules; raises Unreadable with the reason."""
+    def _fetch(self, address: str, scope: str, *, rules: bool = False) -> SourceFile:
+        """Fetch an address by its site's rules, or these `rules`; raises Unreadable with the reason."""
         for _ in range(_MAX_REDIRECTS + 1):
             if not _is_below(address, scope):
                 raise Unreadable(f"it redirects to {address}, which is not below {scope}")
             site = self._site(address)
-            site.robots = site.robots or self._robots(address, site)
-            if not site.robots.can_fetch(_AGENT, address):
-                raise Unreadable("the site's robots.txt does not allow it")
-            answer = self._ask(address, site, _MAX_PAGE_BYTES, known=known)
+            if not rules:
+                site.robots = site.robots or self._robots(urljoin(address, "/"))
+                if not site.robots.can_fetch(_AGENT, address):
+                    raise Unreadable("the site's robots.txt does not allow it")
+            answer = self._ask(address, site, _MAX_ROBOTS_BYTES if rules else None)
             if isinstance(answer, SourceFile):
                 return answer
             address = _normal(answer, address)
         raise Unreadable(f"it redirects more than {_MAX_REDIRECTS} times")
 
-    def _robots(self, address: str, site: _Site) -> RobotFileParser:
+    def _robots(self, root: str) -> RobotFileParser:
         """The rules of a site: none if it has no robots.txt. RFC 9309: if it cannot be read, nothing is allowed."""
         from urllib.robotparser import RobotFileParser
 
-        rules = RobotFileParser()
-        place = urljoin(address, "/robots.txt")
-        lines: list[str] = []
+        parser = RobotFileParser()
         try:
-            for _ in range(_MAX_REDIRECTS + 1):
-                answer = self._ask(place, site, _MAX_ROBOTS_BYTES, cut=True)
-                if isinstance(answer, SourceFile):
-                    lines = answer.read().decode("utf-8", "replace").splitlines()
-                    break
-                place = _normal(answer, place)
-                if not _is_below(place, urljoin(address, "/")):
-                    break
-            rules.parse(lines)
+            text = self._fetch(urljoin(root, "/robots.txt"), root, rules=True).read().decode("utf-8", "replace")
+            parser.parse(text.splitlines())
         except _HTTPStatusError as error:
             if error.status >= 500:
                 raise Unreadable(f"the site's robots.txt cannot be read ({error})") from None
-            rules.parse([])
+            parser.parse([])
         except ValueError:  # of an address or a number in a rule
             raise Unreadable("the site's robots.txt cannot be read (a rule is malformed)") from None
-        return rules
+        return parser
 
     def _site(self, address: str) -> _Site:
         """The connections to an address's host; raises Unreadable if the host may not be contacted."""
         from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, Timeout
 
-        parts = urlsplit(address)
-        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        key = (parts.scheme, host, port)
-        if key not in self._sites:
-            ip = self._resolve(host, port)
+        root = urljoin(address, "/")
+        if root not in self._sites:
+            parts = urlsplit(address)
+            host, secure = parts.hostname or "", parts.scheme == "https"
+            ip = self._resolve(host, port := parts.port or (443 if secure else 80))
             timeout = Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
             options: dict[str, Any] = {"timeout": timeout, "retries": False, "maxsize": 1}
-            if parts.scheme == "https":
-                pool: Any = HTTPSConnectionPool(ip, port, server_hostname=host, assert_hostname=host, **options)
-            else:
-                pool = HTTPConnectionPool(ip, port, **options)
-            self._sites[key] = _Site(pool)
-        return self._sites[key]
+            options |= {"server_hostname": host, "assert_hostname": host} if secure else {}
+            self._sites[root] = _Site((HTTPSConnectionPool if secure else HTTPConnectionPool)(ip, port, **options))
+        return self._sites[root]
 
     def _resolve(self, host: str, port: int) -> str:
         try:
@@ -277,7 +259,7 @@ class Web:
         # IPv4 first: many networks resolve IPv6 names without routing IPv6
         return min(addresses, key=lambda address: ":" in address)
 
-    def _ask(self, address: str, site: _Site, max_bytes: int, **options: Any) -> SourceFile | str:
+    def _ask(self, address: str, site: _Site, cut_bytes: int | None) -> SourceFile | str:
         """One request, in a thread, because a server can send headers slowly for ever: the page, or a redirect."""
         if site.failures >= _MAX_FAILURES:
             raise Unreadable("the host did not answer before")
@@ -285,7 +267,7 @@ class Web:
 
         def work() -> None:
             try:
-                answers.append(_request(address, site.pool, max_bytes, **options))
+                answers.append(_request(address, site.pool, cut_bytes))
             except BaseException as error:
                 answers.append(error)
 
@@ -293,28 +275,26 @@ class Web:
         thread.start()
         thread.join(_PAGE_SECONDS)
         answer = answers[0] if answers else TimeoutError("timed out")
-        failed = isinstance(answer, BaseException) and not isinstance(answer, Unreadable)
-        site.failures = site.failures + 1 if failed else 0
         if isinstance(answer, Unreadable):
             raise answer
+        site.failures = site.failures + 1 if isinstance(answer, BaseException) else 0
         if isinstance(answer, BaseException):
-            raise Unreadable(f"the host does not answer: {_why(answer)}") from answer
+            slow = type(answer).__name__.endswith("TimeoutError")
+            why = "it is too slow" if slow else f"{type(answer).__name__}: {str(answer)[:100]}"
+            raise Unreadable(f"the host does not answer: {why}") from answer
         return answer
 
 
-def _request(
-    address: str, pool: Any, max_bytes: int, *, cut: bool = False, known: Mapping[str, str] | None = None
-) -> SourceFile | str:
+def _request(address: str, pool: Any, cut_bytes: int | None) -> SourceFile | str:
     """GET an address: the page with its type, or the address that it redirects to.
 
-    Raises Unreadable for a status, a type or a size that is not supported, and the errors of urllib3. With `cut`, a
-    body of more than `max_bytes` is cut off.
+    Raises Unreadable for a status, a type or a size that is not supported, and the errors of urllib3. A body of more
+    than `cut_bytes` is cut off.
     """
     parts = urlsplit(address)
     target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
     agent = f"{_AGENT}/{version('ragkv')}"
     headers = {"Host": parts.netloc, "User-Agent": agent, "Accept": "*/*", "Accept-Encoding": "gzip"}
-    headers |= {header: known[name] for name, header in _VALIDATORS.items() if known and name in known}
     ends = time.monotonic() + _PAGE_SECONDS
     response = pool.request("GET", target, headers=headers, redirect=False, preload_content=False)
     try:
@@ -322,37 +302,34 @@ def _request(
             return str(response.headers["Location"])
         if response.status != 200:
             raise _HTTPStatusError(response.status)
-        kind, _, parameters = response.headers.get("Content-Type", "").partition(";")
-        kind = kind.strip().lower()
+        content = Message()
+        content["Content-Type"] = response.headers.get("Content-Type", "")
+        kind = content.get_content_type() if content["Content-Type"] else ""
         if kind.startswith(("image/", "audio/", "video/", "font/")) and media_type_of(kind) is None:
             raise Unreadable(f"unsupported type {kind}")
         data = bytearray()
         for block in response.stream(1 << 16, decode_content=True):
             data += block
-            if len(data) > max_bytes:
-                if cut:
+            if len(data) > (cut_bytes or _MAX_PAGE_BYTES):
+                if cut_bytes:
                     break
-                raise Unreadable(f"larger than {max_bytes:,} bytes")
+                raise Unreadable(_TOO_LARGE)
             if time.monotonic() > ends:
                 raise TimeoutError("timed out")
     finally:
         response.close()  # if the body was read completely, the connection is back in the pool already
-    charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
-    values = {name: response.headers.get(name, "") for name in _VALIDATORS}
-    values = {name: value for name, value in values.items() if value.isprintable() and 0 < len(value.encode()) <= 256}
-    return replace(_typed(address, kind, charset[1] if charset else None, bytes(data), max_bytes), validators=values)
+    return _typed(address, kind, content.get_content_charset(), bytes(data))
 
 
-def _typed(address: str, kind: str, charset: str | None, data: bytes, max_bytes: int) -> SourceFile:
+def _typed(address: str, kind: str, charset: str | None, data: bytes) -> SourceFile:
     """The response with its type by header, else by the address's suffix, else by its bytes."""
     if data[:2] == b"\x1f\x8b":  # a gzipped sitemap: here gzip is the file's format, not the transfer encoding
-        unpacking = zlib.decompressobj(47)
         try:
-            data = unpacking.decompress(data, max_bytes + 1)
+            data = zlib.decompressobj(47).decompress(data, _MAX_PAGE_BYTES + 1)
         except zlib.error:
             raise Unreadable("it is packed, and damaged") from None
-        if len(data) > max_bytes:
-            raise Unreadable(f"larger than {max_bytes:,} bytes")
+        if len(data) > _MAX_PAGE_BYTES:
+            raise Unreadable(_TOO_LARGE)
     if re.search(rb"<(?:\w+:)?(?:urlset|sitemapindex)[\s>]", data[:4096]):
         return _page(address, _SITEMAP, data)
     suffix = posixpath.splitext(urlsplit(address).path)[1]
@@ -360,9 +337,8 @@ def _typed(address: str, kind: str, charset: str | None, data: bytes, max_bytes:
     if known in (None, TEXT):
         # Servers send Markdown as text, and unknown types as bytes.
         known = (media_type_of(suffix) if suffix else None) or known or sniff(data)
-    if charset and known is not None and known.startswith("text/") and charset.lower() not in ("utf-8", "utf8"):
-        with suppress(LookupError, ValueError):  # for a wrong charset, the reader's guess is better
-            data = data.decode(charset).encode("utf-8")
+    if charset and known and known.startswith("text/"):  # a mark, which comes before what the page declares itself
+        data = decode(data, charset, markup=known == "text/html").encode("utf-8-sig")
     return _page(address, known or TEXT, data)
 
 
@@ -370,24 +346,19 @@ def _normal(address: str, base: str = "") -> str:
     """The canonical spelling of an address, which may be relative to `base`; raises Unreadable if it is not http(s), or
     contains a password.
     """
+    from urllib3.exceptions import LocationParseError
+    from urllib3.util import parse_url
+
     try:
-        parts = urlsplit(urljoin(base, address.strip()))
-        host, port = parts.hostname or "", parts.port
-        host = host if ":" in host else host.encode("idna").decode()
-    except ValueError:
-        host, port, parts = "", None, urlsplit("")
-    scheme = parts.scheme.lower()
-    if scheme not in ("http", "https") or not host:
-        raise Unreadable("it is no address of the web (http or https)")
-    if parts.username is not None or parts.password is not None:
+        url = parse_url(re.sub("(?i)%2e", ".", urljoin(base, address.strip())))  # resolves `..` and encodes the host
+    except (ValueError, LocationParseError):
+        raise Unreadable(_NO_ADDRESS) from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise Unreadable(_NO_ADDRESS)
+    if url.auth is not None:
         raise Unreadable("it holds a name or password, which would be stored with every document")
-    place = f"[{host}]" if ":" in host else host
-    if port not in (None, 443 if scheme == "https" else 80):
-        place += f":{port}"
-    safe = "/%:@!$&'()*+,;=~-._"
-    path = re.sub("(?i)%2e", ".", quote(parts.path, safe)).lstrip("/")
-    path = urlsplit(urljoin("http://host/", f"/{path}")).path  # resolves `..`, which robots.txt does not know
-    normal = urlunsplit((scheme, place, path, quote(parts.query, safe + "?"), ""))
+    port = None if url.port == (443 if url.scheme == "https" else 80) else url.port
+    normal = url._replace(port=port, path="/" + (url.path or "").lstrip("/"), fragment=None).url
     if len(normal) > _MAX_URL_CHARACTERS or not normal.isprintable():
         raise Unreadable(f"its address is longer than {_MAX_URL_CHARACTERS:,} characters")
     return normal
@@ -406,22 +377,9 @@ def _is_public(address: str) -> bool:
     """Whether the internet routes an IP address; of one that carries an IPv4 address, whether it routes that."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
-        return not any(ip in network for network in _SPECIAL_IPV4)
+        return not any(ip in network for network in _SPECIAL)
     embedded = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
     embedded += [ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)] if ip in _NAT64 else []
     if inner := [str(ipv4) for ipv4 in embedded if ipv4 is not None]:
         return all(map(_is_public, inner))
-    return ip in _GLOBAL_IPV6 and not any(ip in network for network in _SPECIAL_IPV6)
-
-
-def _why(error: BaseException) -> str:
-    """An error of urllib3 or of the system as a phrase."""
-    from urllib3.exceptions import NewConnectionError, SSLError, TimeoutError
-
-    if isinstance(error, SSLError):
-        return f"its certificate or its TLS is wrong ({str(error)[:100]})"
-    if isinstance(error, NewConnectionError):
-        return "no connection"
-    if isinstance(error, TimeoutError) or type(error).__name__ == "TimeoutError":
-        return "it is too slow"
-    return f"it breaks the protocol ({type(error).__name__})"
+    return ip in _GLOBAL_IPV6 and not any(ip in network for network in _SPECIAL)

@@ -112,6 +112,29 @@ def test_dry_run_makes_no_index(ragkv, documents, tmp_path):
     assert ragkv("ingest", documents, "--index", new, "--dry-run", "--codec", "brotli").code == 2
 
 
+def test_verbose_prints_the_text_that_would_be_ingested(ragkv, tmp_path):
+    page = "<html><head><title>Mills</title></head><body><nav>Shop</nav><main><h1>Oats</h1><p>CO<sub>2</sub></p>"
+    (tmp_path / "a.html").write_text(page)
+    (tmp_path / "b.csv").write_text("id,name\n1,Kesk\n2,Varn\n")
+    (tmp_path / "c.txt").write_bytes(bytes(99))
+    words = [
+        "ingest",
+        *(tmp_path / name for name in ("a.html", "b.csv", "c.txt")),
+        "--index",
+        tmp_path / "new",
+        "--verbose",
+    ]
+    result = ragkv(*words, "--dry-run")
+    assert result.out.startswith(
+        f"=== {tmp_path}/a.html: Mills\n--- Oats\n# Oats\n\nCO2\n"
+        "--- left out: outside of the main text (Shop)\n"
+        f"=== {tmp_path}/b.csv\n--- row 2 (id 1)\nid: 1\nname: Kesk\n--- row 3 (id 2)\nid: 2\nname: Varn\n"
+    )
+    assert "2 to add" in result.out
+    assert "binary file" in result.err
+    assert ragkv(*words).code == ragkv(*words, "--dry-run", "--json").code == 2
+
+
 def test_dry_run_is_what_then_happens(ragkv, documents, index, monkeypatch):
     (documents / "bolt.txt").write_text("Bolt Ltd makes bolts now.")
     (documents / "new.jsonl").write_text('{"text": "a"}\nx\n{"text": "b"}\n')

@@ -121,7 +121,7 @@ def test_a_file_that_is_dated_far_ahead_is_not_read_at_each_walk(rag, folder, mo
     for name, seconds in (("0.txt", 1), ("1.txt", 400 * 86_400)):
         os.utime(folder / name, ns=(later + seconds * 10**9,) * 2)
     watcher = rag.watcher([folder], notify=pytest.fail)
-    _, watcher._last = watcher._walk()
+    _, watcher._last, _ = watcher._walk()
     hashed.clear()
     watcher._walk()
     assert hashed == ["0.txt"]
@@ -181,11 +181,11 @@ def followed(rag):
 def changed(folder: Path, draw: random.Random) -> None:
     """One change of the kinds that people and programs make."""
     files, folders = sorted(folder.rglob("*.txt")), [folder, *sorted(p for p in folder.rglob("*") if p.is_dir())]
-    at = draw.choice(folders) / f"{draw.randrange(40)}.txt"
+    place = draw.choice(folders) / f"{draw.randrange(40)}.txt"
     kind = draw.choice(["write", "write", "edit", "replace", "delete", "move", "folder", "moved folder", "empty"])
     text = f"Mill {draw.randrange(1000)} makes flour of sort {draw.randrange(5)}."
     if kind == "write" or not files:
-        at.write_text(text)
+        place.write_text(text)
     elif kind == "edit":
         with draw.choice(files).open("a") as file:
             file.write(f" {text}")
@@ -194,7 +194,7 @@ def changed(folder: Path, draw: random.Random) -> None:
     elif kind == "delete":
         draw.choice(files).unlink()
     elif kind == "move":
-        draw.choice(files).replace(at)
+        draw.choice(files).replace(place)
     elif kind == "empty":
         draw.choice(files).write_text("")
     elif kind == "folder":
@@ -232,13 +232,13 @@ def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, follow
     (folder / "0.txt").unlink()
     (folder / "1.txt").write_bytes(b"\0\1\2")
     (folder / "sheet.xyz").write_text("a")
-    until(lambda: len([skip for each in reports for skip in each.skipped]) == 2)
-    skipped = {skip.path.name: skip.reason for each in reports for skip in each.skipped}
+    until(lambda: len([skip for report in reports for skip in report.skipped]) == 2)
+    skipped = {skip.path.name: skip.reason for report in reports for skip in report.skipped}
     assert skipped == {"1.txt": "binary file", "sheet.xyz": "unsupported type .xyz"}
     (folder / "2.txt").write_text("Mill 2 makes oats.")
-    until(lambda: any(each.updated for each in reports))
+    until(lambda: any(report.updated for report in reports))
     assert rag.store.stats().documents == 8
-    assert sum(len(each.skipped) for each in reports) == 2  # once each
+    assert sum(len(report.skipped) for report in reports) == 2  # once each
 
 
 @pytest.mark.parametrize("gone", ["emptied", "removed"])

@@ -137,6 +137,13 @@ def test_markdown_headings(tmp_path):
     assert [heading for heading, _ in headings(read(tmp_path, "a.md", text))] == ["A", "B"]
     assert len(read(tmp_path, "b.md", "# A\n```\n# unclosed\n").sections) == 1
     assert len(read(tmp_path, "c.md", "# A\n\n    # indented code\n").sections) == 1
+    text = "# A\n```npm install``` installs it\n## Usage\n``` `x`\n## Licence\n```sh\n# code\n```\n## End\n"
+    assert [heading for heading, _ in headings(read(tmp_path, "d.md", text))] == [
+        "A",
+        *(f"A > {h}" for h in ("Usage", "Licence", "End")),
+    ]
+    text = "# A\n<!--\n## old\n-->\n## B\n<!-- ## older -->\n### C\n"
+    assert [heading for heading, _ in headings(read(tmp_path, "e.md", text))] == ["A", "A > B", "A > B > C"]
     text = "Guide\n=====\nhello\n\nInstall\n---\npip\n\na\nb\n---\n\n---\n\n- item\n---\n| a |\n|---|\n"
     source = read(tmp_path, "a.md", text)
     assert source.title == "Guide"
@@ -147,6 +154,13 @@ def test_front_matter_gives_the_title_and_goes(tmp_path):
     source = read(tmp_path, "a.md", '---\ntags: [a]\ntitle: "The Guide"\n---\n# H\ntext\n')
     assert (source.title, source.text) == ("The Guide", "# H\ntext\n")
     assert read(tmp_path, "b.md", "+++\ntitle = 'T'\n+++\nx").title == "T"
+    for title in (
+        ">-\n  The long title\n  of the note",
+        "The long title\n  of the note",
+        '"The long\\x20title of the note" # new',
+    ):
+        assert read(tmp_path, "b.md", f"---\ntitle: {title}\ntags: [a]\n---\nx").title == "The long title of the note"
+    assert read(tmp_path, "b.md", "---\ntitle: Kesk: a mill\n---\nx").title == "Kesk: a mill"  # no YAML
     rule = "---\nprose, then a rule\n\n---\nmore"
     assert read(tmp_path, "c.md", rule).text == rule
     assert reason(tmp_path, "d.md", "---\ntitle: nothing else\n---\n") == "no text found"

@@ -201,11 +201,11 @@ def test_types_and_identity_of_bytes():
     assert from_bytes(b"a", name="a.md").media_type == "text/markdown"
     assert from_bytes(b"# a", name="a.unknown").media_type == "text/markdown"
     assert from_bytes(b"a", media_type="text/html").media_type == "text/html"
-    one, two = from_bytes(b"one", name="notes"), from_bytes(b"two", name="notes")
-    assert one.document_id == two.document_id == "stdin:notes"
-    assert (one.name, one.size) == ("notes", 3)
-    assert one.digest() != two.digest()
-    assert read_source(one).content_hash == one.digest()
+    first, two = from_bytes(b"one", name="notes"), from_bytes(b"two", name="notes")
+    assert first.document_id == two.document_id == "stdin:notes"
+    assert (first.name, first.size) == ("notes", 3)
+    assert first.digest() != two.digest()
+    assert read_source(first).content_hash == first.digest()
 
 
 def test_bytes_may_wait_in_a_file_of_another_name(tmp_path):
