@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import TextChunk, chunk_id, split_text
@@ -220,19 +220,6 @@ class IngestReport:
         for name in ("skipped", "left_out"):
             found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
         return found
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The report of `to_json`."""
-        skips = {
-            name: [Skipped(path=_path(each["path"]), reason=each["reason"]) for each in values[name]]
-            for name in ("skipped", "left_out")
-        }
-        return cls(**{**values, **skips})
-
-
-def _path(name: str) -> Path | str:
-    return name if "://" in name else Path(name)
 
 
 def preview(

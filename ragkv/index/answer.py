@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -219,17 +219,12 @@ class AnswerStream:
         """Called by the iterating thread for each of `queries`, and once `sources` has the chunks."""
         self._backend = backend
         self._task = task
-        self._asked = task
-        """What the model is asked now: `_task`, or to write a search query."""
-        self._written = ""
-        self._steps: WrittenQueries | None = None
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         # state so far, written only by the iterating thread
         self._text = ""
         self._scored: list[ScoredChunk] = []
-        self._reads: Reads | None = None  # of the prompt that waits for its lease
-        self._begun = self._found = False
+        self._found = False
         self._won: Counter[int] = Counter()
         self._use = KVUse()
         self._charge: float | None = None
@@ -238,9 +233,12 @@ class AnswerStream:
         self._finish: str | None = None
         self._runtime: Runtime | None = None
         self._job: Job | None = None
+        self._limits: tuple[bool, int | None] = True, None
+        """Whether `_go_on` waits for room, and how many tokens it takes."""
         self._after: After = []
-        self._deltas = self._run()
         self._span: Span | None = None
+        self._work = self._answering()
+        self._deltas = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self._deltas
@@ -263,7 +261,7 @@ class AnswerStream:
         """Cancel and end the iteration now; call it in the iterating thread."""
         self.cancel()
         self._deltas.close()
-        self._store()
+        self._work.close()
         self._end_span()
 
     @property
@@ -303,61 +301,26 @@ class AnswerStream:
         Without `wait` it returns False if there is no room for the KV beside that of other answers. It then holds no
         lease, and a later call continues with the chunks that were found.
         """
-        if self._cancelled.is_set():
-            return True
-        self._span = self._span or Span("ragkv.answer", {"gen_ai.operation.name": "chat"})
-        try:
-            with self._interrupted_by_close():
-                return self._submit(None if self._begun else self._begin(), wait=wait)
-        except BaseException as error:
-            self._end_span(error)
-            raise
+        return self._cancelled.is_set() or self._go_on(wait=wait) or self._job is not None
 
     def wait(self) -> None:
         """Wait until there is something to `collect`, driving the runtime if no other thread does."""
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
-        elif self._begun and not self._cancelled.is_set():
-            with self._interrupted_by_close():
-                self._submit(None, wait=True)
+        elif not self._cancelled.is_set():
+            self._go_on(wait=True)  # for room
 
-    def collect(self, *, most: int | None = None) -> bool:
-        """Take the available tokens (at most `most`) without waiting; True when complete. Raises the answer's error."""
-        prefetch: Prefetch | None = None
-        with self._interrupted_by_close():
-            if self._runtime is not None and self._job is not None and not self._cancelled.is_set():
-                tokens, ended = self._runtime.taken(self._job, most=most)
-                for token in tokens:
-                    if self._writes:
-                        ended = self._write(token) or ended
-                    else:
-                        self._count(token)
-                if not ended:
-                    return False
-                if self._writes and not self._cancelled.is_set():
-                    prefetch = self._go_on()
-            if self._begun and self._job is None and not self._cancelled.is_set():
-                self._submit(prefetch, wait=False)
-                return False
-        self._store()
-        self._backend.ended()
-        self._answer = self._so_far()
-        self._end_span()
-        return True
-
-    @property
-    def _writes(self) -> bool:
-        """Whether the model is writing a search query and not yet the answer."""
-        return self._asked is not self._task
+    def collect(self) -> bool:
+        """Take the available tokens without waiting; True when complete. Raises the answer's error."""
+        return self._go_on(wait=False)
 
     def _run(self) -> Generator[str]:
         try:
-            self.begin()
-            complete = False
+            complete = self._go_on(wait=True)
             while not complete:
                 self.wait()
                 shown, thought = len(self._text), len(self.reasoning)
-                complete = self.collect(most=1)
+                complete = self._go_on(wait=True, most=1)
                 if len(self._text) > shown or len(self.reasoning) > thought:
                     yield self._text[shown:]
         except GeneratorExit:
@@ -367,74 +330,88 @@ class AnswerStream:
             self._end_span(error)
             raise
         finally:
+            self._work.close()
+            self._end_span()
+
+    def _go_on(self, *, wait: bool, most: int | None = None) -> bool:
+        """Answer up to where the runtime has to go on, taking at most `most` tokens; True when complete.
+
+        With `wait`, wait for room for the KV. The StoreError of an index that was closed meanwhile becomes
+        AnswerInterruptedError.
+        """
+        self._span = self._span or Span("ragkv.answer", {"gen_ai.operation.name": "chat"})
+        self._limits = wait, most
+        begun_open = not self._backend.owner.closed
+        try:
+            with self._span.current():
+                complete = next(self._work, True) is True
+        except BaseException as error:
+            self._end_span(error)
+            if isinstance(error, StoreError) and begun_open:
+                self._backend.owner.require_open()
+            raise
+        if complete:
+            self._answer = self._so_far()
+            self._end_span()
+        return complete
+
+    def _answering(self) -> Generator[None]:
+        """The whole answer; yields where the runtime has to go on."""
+        from ragkv.engines import make_engine
+
+        backend, task, query = self._backend, self._task, ""
+        if self._cancelled.is_set():
+            return
+        try:
+            backend.require(task)
+            self._runtime = backend.runtime
+            self._mark("started")
+            if task.query.rewrite is not None and task.query.chunks is None:
+                rewriting = task.query_task(task.query.rewrite, engine=make_engine("full", {}))
+                query = first_line((yield from self._written(rewriting, None)))
+                if self._cancelled.is_set():
+                    return
+            usual = task.query.search_for or task.query.question
+            steps = WrittenQueries(task.writing, task.query.question, query or usual, task.query.steps)
+            more, prefetch = self._search(steps, query)
+            while more:
+                text, prefetch = (yield from self._written(task.query_task(steps.prompt), prefetch)), None
+                if self._cancelled.is_set():
+                    return
+                if (following := steps.next(text)) is None:
+                    break
+                more, prefetch = self._search(steps, following)
+            self._found = True
+            self._mark("retrieved")
+            self._mark("reranked")
+            self.when_found()
+            yield from self._decode(task, prefetch, self._count)
+        finally:
             if self._runtime is not None and self._job is not None:
                 self._runtime.cancel(self._job)
             self._store()
-            self._backend.ended()
-            self._end_span()
+            backend.ended()
 
-    @contextmanager
-    def _interrupted_by_close(self) -> Iterator[None]:
-        """Within the answer's span, turn the StoreError of an index that was closed meanwhile into
-        AnswerInterruptedError.
+    def _written(self, task: AnswerTask, prefetch: Prefetch | None) -> Generator[None, None, str]:
+        """A search query that the model writes: the text up to the end of its first line."""
+        written = ""
+
+        def take(token: Token) -> bool:
+            nonlocal written
+            written += token.text
+            return "\n" in written.lstrip()
+
+        yield from self._decode(task, prefetch, take)
+        if self._runtime is not None and self._job is not None:
+            self._runtime.cancel(self._job)
+        self._job, self._times = None, {"started": self._times["started"]}
+        return written
+
+    def _search(self, steps: WrittenQueries, query: str) -> tuple[bool, Prefetch | None]:
+        """Search for the question, or for a query of the model; returns whether another search may follow. Chunks come
+        in ascending relevance, so the best one is next to the question.
         """
-        begun_open = not self._backend.owner.closed
-        try:
-            with nullcontext() if self._span is None else self._span.current():
-                yield
-        except StoreError:
-            if begun_open:
-                self._backend.owner.require_open()
-            raise
-
-    def _begin(self) -> Prefetch | None:
-        """Find the chunks; for a follow-up question, first have the model rewrite it."""
-        from ragkv.engines import make_engine
-
-        backend, task = self._backend, self._task
-        backend.require(task)
-        self._runtime = backend.runtime
-        self._mark("started")
-        if task.query.rewrite is not None and task.query.chunks is None:
-            self._asked, prefetch = task.query_task(task.query.rewrite, engine=make_engine("full", {})), None
-        else:
-            prefetch = self._search_first("")
-        self._begun = True
-        return prefetch
-
-    def _write(self, token: Token) -> bool:
-        """Add a token to a search query; returns whether its line is complete."""
-        self._store()
-        self.tokens += 1
-        self._written += token.text
-        return token.finish_reason is not None or "\n" in self._written.lstrip()
-
-    def _go_on(self) -> Prefetch | None:
-        """Search for the query that the model has written; the next prompt is for the answer or another query."""
-        assert self._runtime is not None
-        assert self._job is not None
-        self._runtime.cancel(self._job)
-        self._job = None
-        self._times = {"started": self._times["started"]}
-        text, self._written = self._written, ""
-        if self._steps is None:
-            return self._search_first(first_line(text))
-        query = self._steps.next(text)
-        return self._enough(None) if query is None else self._search(query)
-
-    def _search_first(self, rewritten: str) -> Prefetch | None:
-        """Search for the question, or for the rewritten follow-up question."""
         task = self._task
-        usual = task.query.search_for or task.query.question
-        self._steps = WrittenQueries(task.writing, task.query.question, rewritten or usual, task.query.steps)
-        return self._search(rewritten)
-
-    def _search(self, query: str) -> Prefetch | None:
-        """Search for the question, or for a query of the model. Chunks come in ascending relevance, so the best one is
-        next to the question.
-        """
-        task, steps = self._task, self._steps
-        assert steps is not None
         chunks, prefetch = list[ScoredChunk](), None
         if query:
             self.queries.append(query)
@@ -445,22 +422,10 @@ class AnswerStream:
         if not chunks and not steps.rankings:
             chunks, prefetch = self._find(task)
         more = steps.found(chunks, _chunk_id)
-        best = steps.best(task.query.top_k, _chunk_id)
-        self._scored = best[: task.engine.most_chunks][::-1]
+        self._scored = steps.best(task.query.top_k, _chunk_id)[: task.engine.most_chunks][::-1]
         self._mark("retrieved")
         self._mark("reranked")
-        if not more:
-            return self._enough(prefetch)
-        self._asked = task.query_task(steps.prompt)
-        return prefetch
-
-    def _enough(self, prefetch: Prefetch | None) -> Prefetch | None:
-        """All chunks are found: the answer comes next."""
-        self._asked, self._found = self._task, True
-        self._mark("retrieved")
-        self._mark("reranked")
-        self.when_found()
-        return prefetch
+        return more, prefetch
 
     def _find(self, task: AnswerTask) -> tuple[list[ScoredChunk], Prefetch | None]:
         """The chunks for a search, best first; the likely winners' KV is loaded while the reranker works."""
@@ -481,24 +446,41 @@ class AnswerStream:
             raise
         return chunks, prefetch
 
-    def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
-        """Lease room for the KV, load it and submit the current prompt to the runtime; False without a lease."""
-        backend, task, runtime = self._backend, self._asked, self._backend.runtime
+    def _decode(
+        self, task: AnswerTask, prefetch: Prefetch | None, take: Callable[[Token], bool | None]
+    ) -> Generator[None]:
+        """Submit a prompt and `take` its tokens, until it returns True, they end, or the answer is cancelled."""
+        yield from self._submit(task, prefetch)
+        ended = False
+        while not ended:
+            yield
+            if self._cancelled.is_set():
+                return
+            assert self._runtime is not None
+            assert self._job is not None
+            tokens, ended = self._runtime.taken(self._job, most=self._limits[1])
+            for token in tokens:
+                ended = bool(take(token)) or ended
+                self._store()
+                self.tokens += 1
+
+    def _submit(self, task: AnswerTask, prefetch: Prefetch | None) -> Generator[None]:
+        """Lease room for the KV, load it and submit a prompt to the runtime; yields while there is no room."""
+        backend, runtime = self._backend, self._backend.runtime
         lease: Lease | None = None
         try:
-            reads = self._reads = self._reads or backend.plan(task.engine, self._scored)
-            if wait:
-                lease = runtime.lease(reads.sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
-            else:
-                lease = runtime.try_lease(reads.sizes, owner=backend.owner)
-            if lease is None:
-                return False
+            reads = backend.plan(task.engine, self._scored)
+            while (lease := self._lease(reads)) is None:
+                if prefetch is not None:
+                    prefetch.drop()  # no KV waits without a lease
+                if self._cancelled.is_set():
+                    return
+                yield
             waited = 1000 * (time.perf_counter() - self._times.get("reranked", self._times["started"]))
             with span("ragkv.kv.load", {"ragkv.kv.waited_ms": waited}) as loading:
                 request, use = backend.request(task, reads, prefetch, self._after)
                 loading.note({f"ragkv.kv.{name}": value for name, value in asdict(use).items()})
             self._use += use
-            self._reads = None
             self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
@@ -512,13 +494,16 @@ class AnswerStream:
                 runtime.release(lease)
         if self._cancelled.is_set():  # it may have been cancelled before there was a job
             runtime.cancel(self._job)
-        return True
+
+    def _lease(self, reads: Reads) -> Lease | None:
+        backend = self._backend
+        if self._limits[0]:
+            return backend.runtime.lease(reads.sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
+        return backend.runtime.try_lease(reads.sizes, owner=backend.owner)
 
     def _count(self, token: Token) -> None:
         """Add a token to the answer."""
         self._mark("first")
-        self._store()
-        self.tokens += 1
         self._finish = token.finish_reason
         if token.thought:
             self.reasoning += token.text

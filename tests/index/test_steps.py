@@ -150,7 +150,7 @@ def test_cancelled_while_a_query_is_written_or_searched_for(rag, monkeypatch):
     assert seen == [([LEADER], ())]
     assert (stream.answer.finish_reason, stream.answer.sources, stream.answer.text) == ("cancelled", (), "")
     stream = rag.stream(QUESTION, engine="full", steps=3, max_new_tokens=4)
-    monkeypatch.setattr(stream, "_write", lambda token: stream.cancel())
+    monkeypatch.setattr(stream, "_store", stream.cancel)  # called for each token
     assert (list(stream), stream.answer.finish_reason, stream.queries) == ([], "cancelled", [])
     assert rag.index.runtime.idle
 
