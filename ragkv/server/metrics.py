@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ragkv.server.errors import stopping_error, too_many
+from ragkv.server.errors import ApiError, stopping_error, too_many
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
@@ -37,9 +36,8 @@ class ConcurrencyLimiter:
     def __init__(self, most: int, *, patience: float = PATIENCE_SECONDS) -> None:
         self._most = most
         self._patience = patience
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self.inside = 0
-        """The number of admitted requests."""
+        self._places = asyncio.Semaphore(most)
+        self._queued = 0
         # not the loop's default executor, where uploads and listings would delay every question
         self.asks = ThreadPoolExecutor(_ASK_THREADS, "ragkv-asks")
         """Threads for the work of a question before it starts running in its own thread."""
@@ -75,48 +73,45 @@ class ConcurrencyLimiter:
         """Count a response; `handler` is its route's path."""
         self._responses.labels(method if method in _METHODS else "other", handler or "none", status or 499).inc()
 
+    @property
+    def inside(self) -> int:
+        """The number of admitted requests."""
+        return len(self._trackers)
+
     async def admit(self, name: str) -> RequestTracker:
-        """`enter`, after waiting briefly for a free place if necessary."""
-        if self._stopped or self.inside < self._most or len(self._queue) >= QUEUE:
-            return self.enter(name)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
+        """Admit a request to the index `name`, after waiting briefly for a place if necessary; ApiError 429 if there
+        are too many, 503 if the server is stopping.
+        """
+        if self._stopped:
+            raise stopping_error()
+        if self._places.locked() and self._queued >= QUEUE:
+            raise self._full()
+        self._queued += 1
         waiting = self._waiting.labels(name)
         waiting.inc()
         try:
-            await asyncio.wait([place], timeout=self._patience)
-            if not place.done():
-                return self.enter(name)
-            place.result()
-            self.inside -= 1  # the free place was reserved for this request
-            return self.enter(name)
-        except asyncio.CancelledError:
-            if place.done() and place.exception() is None:
-                self._free()
-            raise
+            async with asyncio.timeout(self._patience):
+                await self._places.acquire()
+        except TimeoutError:
+            raise self._full() from None
         finally:
+            self._queued -= 1
             waiting.dec()
-            if place in self._queue:
-                self._queue.remove(place)
-
-    def enter(self, name: str) -> RequestTracker:
-        """Admit a request to the index `name`; ApiError 429 if there are too many, 503 if the server is stopping."""
         if self._stopped:
             raise stopping_error()
-        if self.inside >= self._most:
-            message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
-            raise too_many(message, seconds=1)
-        self.inside += 1
         tracker = RequestTracker(self, name, time.monotonic())
         self._trackers.add(tracker)
         return tracker
 
+    def _full(self) -> ApiError:
+        message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
+        return too_many(message, seconds=1)
+
     def stop(self) -> None:
         """Cancel all running and waiting requests, and admit no more."""
         self._stopped = True
-        while self._queue:
-            if not (place := self._queue.popleft()).done():
-                place.set_exception(stopping_error())
+        for _ in range(self._most + QUEUE):  # whoever waits, now or later, is refused
+            self._places.release()
         for tracker in list(self._trackers):
             tracker.cancel()
 
@@ -125,14 +120,6 @@ class ConcurrencyLimiter:
         self.stop()
         for threads in (self.asks, self.vectors):
             threads.shutdown(cancel_futures=True)
-
-    def _free(self) -> None:
-        """Give a finished request's place to the first one that waits."""
-        while self._queue:
-            if not (place := self._queue.popleft()).done():
-                place.set_result(None)
-                return
-        self.inside -= 1
 
     def text(self) -> bytes:
         """All metrics in Prometheus' format."""
@@ -210,6 +197,6 @@ class RequestTracker:
         """Give up the request's place. Further calls do nothing."""
         if not self._left:
             self._left = True
-            self._limiter._free()
+            self._limiter._places.release()
             self._limiter._trackers.discard(self)
             (self._limiter._running if self._began else self._limiter._waiting).labels(self._name).dec()

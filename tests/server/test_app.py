@@ -328,7 +328,7 @@ def test_an_error_under_way_is_told_in_the_stream(chat, torn):
 
 
 def test_a_request_leaves_once_what_waits_and_what_runs(limiter):
-    request, other = limiter.enter("two"), limiter.enter("two")
+    request, other = (asyncio.run(limiter.admit("two")) for _ in range(2))
     for step, inside, waiting, running in ((request.runs, 2, 1, 1), (request.leave, 1, 1, 0), (other.leave, 0, 0, 0)):
         step()
         step()
@@ -338,7 +338,7 @@ def test_a_request_leaves_once_what_waits_and_what_runs(limiter):
 
 
 def test_too_many_requests_are_told_to_come_again(chat, limiter):
-    trackers = [limiter.enter("two") for _ in range(8)]
+    trackers = [asyncio.run(limiter.admit("two")) for _ in range(8)]
     response = chat()
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     trackers[0].leave()
