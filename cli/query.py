@@ -503,7 +503,7 @@ class Chat:
         name, _, argument = text.partition(" ")
         match name, argument.strip():
             case "/engine", "":
-                names = self._by(lambda server: server.engines(), lambda rag: ENGINES.names())
+                names = ENGINES.names()
                 note(f"{self.engine}; there are {', '.join(names)}")
             case "/engine", engine:
                 self.choose(engine)

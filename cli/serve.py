@@ -279,10 +279,15 @@ def _log_requests(*, quiet: bool, as_json: bool) -> None:
 
 def _ready(url: str, names: Iterable[str], *, as_json: bool, quiet: bool) -> None:
     models = [f"ragkv/{name}" for name in names]
+    payload = {"url": f"{url}/v1", "models": models}
+    _announce(payload, f"ragkv serves {', '.join(models)} at {url}/v1", as_json=as_json, quiet=quiet)
+
+
+def _announce(payload: Mapping[str, Any], sentence: str, *, as_json: bool, quiet: bool) -> None:
     if as_json:
-        print_json_line({"url": f"{url}/v1", "models": models})
+        print_json_line(payload)
         return
-    echo(f"ragkv serves {', '.join(models)} at {url}/v1")
+    echo(sentence)
     if not quiet:
         note("Ctrl-C stops it.")
 
@@ -423,17 +428,10 @@ def mcp(
             run_tools(
                 tools,
                 settings,
-                lambda url: _mcp_ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet),
+                lambda url: _announce(
+                    {"url": f"{url}/mcp"}, f"the tools of {index} are at {url}/mcp", as_json=as_json, quiet=quiet
+                ),
                 listening,
             )
         else:
             tools.run()
-
-
-def _mcp_ready(url: str, index: Path, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print_json_line({"url": url})
-        return
-    echo(f"the tools of {index} are at {url}")
-    if not quiet:
-        note("Ctrl-C stops them.")

@@ -203,11 +203,6 @@ class LocalClient:
         """The chunks that a question would be answered from, best first."""
         return list(self._json("POST", "/api/indexes/_/search", body, seconds=SILENT_SECONDS)["chunks"])
 
-    def engines(self) -> list[str]:
-        """The names of all engines."""
-        models = [model["id"] for model in self._json("GET", "/v1/models?engines=true")["data"]]
-        return list(dict.fromkeys(model.partition(":")[2] for model in models if ":" in model))
-
     def cancel(self, identifier: str) -> None:
         """End an answer at its next token."""
         with suppress(UnservedError, RagkvError):  # it has ended meanwhile

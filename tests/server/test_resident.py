@@ -246,13 +246,13 @@ def test_an_answer_of_a_server_that_stops_says_so(index, monkeypatch):
 
 def test_a_moved_index_is_not_answered_from_the_one_in_its_place(index, folder):
     with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
-        assert LocalClient(index).engines()
+        assert LocalClient(index).check({"question": "?", "warnings": False})
         moved = index.rename(index.with_name("moved"))
         shutil.copytree(folder, index, ignore=shutil.ignore_patterns(FOLDER))
         while b"200 OK" not in server.send(get("/api/indexes/index/documents")):  # until it is open
             continue
         with pytest.raises(UnservedError):
-            LocalClient(moved).engines()
+            LocalClient(moved).check({"question": "?", "warnings": False})
 
 
 def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
@@ -260,7 +260,7 @@ def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
     with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
         assert b"200 OK" in server.send(get("/readyz"))
         with pytest.raises(UnservedError):
-            LocalClient(index).engines()
+            LocalClient(index).check({"question": "?", "warnings": False})
     assert (index / FOLDER).read_text() == "something else"
 
 

@@ -1,6 +1,7 @@
 """Uploading documents, ingest jobs and deletion, without a socket."""
 
 import dataclasses
+import errno
 import io
 import json
 import logging
@@ -187,6 +188,16 @@ def test_files_have_limits(own, send, ended, call, monkeypatch):
         just = [(f"{n}.txt", b"word " * (size // 5)) for n, size in enumerate((100, 60, 100))]
         assert ended(send(*just))["state"] == "done"
     assert len(names(own)) == 5
+
+
+def test_a_full_temporary_folder_is_said(send, monkeypatch):
+    async def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/secret")
+
+    monkeypatch.setattr(UploadFile, "write", full)
+    response = send(("a.txt", TEXT))
+    assert (response.status_code, response.json()["error"]["code"]) == (507, "disk_full")
+    assert "secret" not in response.text
 
 
 FRIEND, EVIL = "http://friend.example", "http://evil.example"
