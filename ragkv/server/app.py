@@ -7,6 +7,7 @@ limited time; then the process ends.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -158,6 +159,7 @@ async def _http(request: Request, error: Exception) -> Json:
     return Json(failure.body, error.status_code, headers=error.headers)
 
 
+_BACKLOG = 128
 GRACE = 5
 """Seconds in which an interrupted answer can still send its last event."""
 _TRIM_TICKS = 300
@@ -237,6 +239,7 @@ class GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         self._hooks.ready(self._url)
 
@@ -275,6 +278,22 @@ class GracefulServer(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class AcceptErrors:
+    """An event loop's exception handler that logs one line a minute when there are no descriptors for connections.
+    asyncio would log a traceback for each of `backlog` attempts, every second.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + 60
+            logger.warning("connections wait: the process has no free file descriptors; raise `ulimit -n`")
 
 
 class TimeoutProtocol(H11Protocol):
@@ -425,6 +444,7 @@ def _run(
     config = uvicorn.Config(
         outer,
         http=cast("Any", partial(TimeoutProtocol, limits, guards)),  # uvicorn calls it like a class
+        backlog=_BACKLOG,
         ws="none",
         log_config=None,
         access_log=False,

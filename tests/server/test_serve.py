@@ -3,8 +3,12 @@
 import asyncio
 import json
 import signal
+import socket
+from contextlib import ExitStack
 from itertools import product
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from clichild import CliChild
 
@@ -61,3 +65,27 @@ def test_a_signal_ends_it_with_0(folder, number):
     server.line()
     code, _, message = server.end(number)
     assert (code, "Traceback" in message) == (0, False), message
+
+
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+from ragkv.cli.main import main; main()
+"""
+
+
+def test_connections_without_end_leave_the_log_short_and_the_server_alive(folder):
+    """They are closed after 15 seconds without a request."""
+    server = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder, program=FEW_FILES)
+    try:
+        root = server.line().split()[-1].removesuffix("/v1")
+        address = (urlsplit(root).hostname, urlsplit(root).port)
+        with ExitStack() as held:
+            for _ in range(200):
+                connection = held.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(address)
+            assert httpx.get(f"{root}/healthz", timeout=600).status_code == 200
+    finally:
+        code, _, message = server.end(signal.SIGTERM)
+    assert (code, "Traceback" in message, len(message) < 4000) == (0, False, True), message[:4000]
