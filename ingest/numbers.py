@@ -42,7 +42,7 @@ def formatted(value: str, code: str, *, days: int = 0) -> str:
         return value
     if not isfinite(number):
         return value
-    kind, detail = _meaning(code) if code else ("", "")
+    kind, detail = _meaning(code) if 0 < len(code) < 256 else ("", "")
     if kind == "duration":
         return _duration(number, detail)
     if kind == "moment" and 0 <= number < 10_000_000:

@@ -251,10 +251,10 @@ class _Workbook:
             number = int(reference) if reference.isdecimal() else number + 1
             fields: list[str] = []
             for cell in row:
-                column = _column(attribute(cell, "r"), len(fields))
+                column = _column(cell.get("r", ""), len(fields))
                 self._count(max(1, column + 1 - len(fields)))
                 fields += [""] * (column + 1 - len(fields))
-                fields[column] = _tidy(self._value(cell, place))
+                fields[column] = _tidy(f"{fields[column]}\n{self._value(cell, place)}")
             if any(fields):
                 rows.append((number, fields))
         self._merge(dict(rows), root)
@@ -280,27 +280,28 @@ class _Workbook:
                 fields[column] = fields[column] or words
 
     def _value(self, cell: Any, place: str) -> str:
-        kind, stored, style = attribute(cell, "t"), cell.find("{*}v"), attribute(cell, "s")
-        value = "" if stored is None else stored.text or ""
+        kind, style = cell.get("t", "n"), cell.get("s", "")
+        parts = {local_name(part): part for part in cell}
+        value = (parts["v"].text or "") if "v" in parts else ""
         code, font = self._styles[int(style)] if style.isdecimal() and int(style) < len(self._styles) else ("", "")
         if kind == "s":
             known = value.isdecimal() and int(value) < len(self._strings)
             if not known:
                 self._package.skip(place, "missing string", attribute(cell, "r"))
             value = self._strings[int(value)] if known else ""
-        elif cell.find("{*}is") is not None:
+        elif "is" in parts:
             value = self._words(cell)
         elif kind == "b":
             value = "true" if value in ("1", "true") else "false"
-        elif kind in ("", "n"):
+        elif kind == "n":
             value = formatted(value, code, days=self._days)
         elif kind == "d":
             value = value.replace("T", " ").removesuffix(" 00:00:00")
         else:
             value = unescaped(value)
-        if not value and kind != "str" and (formula := cell.find("{*}f")) is not None:
+        if not value and kind != "str" and "f" in parts:
             self._package.skip(place, "uncalculated formula", attribute(cell, "r"))
-            value = f"={formula.text or ''}"
+            value = f"={parts['f'].text or ''}"
         return signs(value, font)
 
 
@@ -488,7 +489,7 @@ class Walker:
                     yield "-"
                 case "sym":
                     yield self._sign(attribute(child, "font"), attribute(child, "char"))
-                case "fld" if attribute(child, "type") == "slidenum" and not _text(element).removeprefix(_text(child)):
+                case "fld" if len(element) < 5 and _text(element) == _text(child) and "slidenum" in child.values():
                     pass  # a slide's number alone
                 case "footnoteReference" | "endnoteReference" | "commentReference" as name:
                     yield self._note(name.removesuffix("Reference"), attribute(child, "id"))
@@ -624,11 +625,15 @@ class Walker:
                 if merged and column < len(above):
                     words = above[column]
                     self._spend(len(words))
-                cells += [words] * _count(attribute(cell, "number-columns-repeated"))
+                copies = _count(attribute(cell, "number-columns-repeated"))
+                self._spend((copies - 1) * (len(words) + 1))
+                cells += [words] * copies
                 cells += [""] * (_count(val(cell, "{*}tcPr/{*}gridSpan")) - 1)
             above = cells
             repeated = attribute(row, "number-rows-repeated")
-            for following in range(_count(repeated) if any(cells) else 1):
+            copies = _count(repeated) if any(cells) else 1
+            self._spend((copies - 1) * sum(len(words) + 1 for words in cells))
+            for following in range(copies):
                 yield number + following, cells
             number += int(repeated) if repeated.isdecimal() else 1
         self.tables -= 1

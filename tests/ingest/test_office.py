@@ -16,6 +16,7 @@ from ragkv.ingest.office import read_docx
 from ragkv.ingest.parser import Parsed, Unreadable, media_type_of, parse
 from ragkv.ingest.source import from_bytes, sniff
 
+DIGITS = "0123456789"
 REL = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 DOCUMENT = 'xmlns:r="http://r" xmlns:a="http://a" xmlns:mc="http://mc"'
 
@@ -39,7 +40,7 @@ def xlsx(sheet: str, styles: str = "", workbook: str = "", sheets: str = "", str
     styles = styles or '<cellXfs><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="20"/></cellXfs>'
     strings = strings or "<si><t>Mill</t></si><si><r><t>Ke</t></r><r><t>sk</t></r></si>"
     more = {name: f"worksheet:{name}.xml" for name in parts if name in sheets}
-    related = {name: f"{name}:{name}.xml" for name in parts if name not in sheets}
+    related = {name: f"{name.rstrip(DIGITS)}:{name}.xml" for name in parts if name not in sheets}
     return archive(
         **{
             "_rels/.rels": rels(a="officeDocument:xl/workbook.xml"),
@@ -72,7 +73,7 @@ def pptx(*slides: str, **parts: str) -> bytes:
             "ppt/presentation.xml": f"<p {DOCUMENT}>{listed}</p>",
             "ppt/_rels/presentation.xml.rels": rels(**{f"i{n}": f"slide:{9 - n}.xml" for n in range(len(slides))}),
             **{f"ppt/{9 - n}.xml": f"<s {DOCUMENT}>{slide}</s>" for n, slide in enumerate(slides) if slide},
-            "ppt/_rels/9.xml.rels": rels(**{name: f"{name.rstrip('12')}:{name}.xml" for name in parts}),
+            "ppt/_rels/9.xml.rels": rels(**{name: f"{name.rstrip(DIGITS)}:{name}.xml" for name in parts}),
             **{f"ppt/{name}.xml": f"<x {DOCUMENT}>{text}</x>" for name, text in parts.items()},
         }
     )
@@ -464,13 +465,13 @@ def saved(document: object) -> bytes:
 
 def package(body: str, **parts: str) -> bytes:
     """A package of one document and of the given parts."""
-    relations = "".join(f'<Relationship Id="{k}" Type="x/{k}" Target="{k}.xml"/>' for k in parts)
+    relations = "".join(f'<Relationship Id="{k}" Type="x/{k.rstrip(DIGITS)}" Target="{k}.xml"/>' for k in parts)
     space = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
     return archive(
         **{
             "word/_rels/document.xml.rels": f"<Relationships>{relations}</Relationships>",
             "word/document.xml": f"<w:document {W} {space}><w:body>{body}</w:body></w:document>",
-            **{f"word/{kind}.xml": f"<w:{kind} {W}>{text}</w:{kind}>" for kind, text in parts.items()},
+            **{f"word/{kind}.xml": f"<w:{kind} {W} xmlns:a='a'>{text}</w:{kind}>" for kind, text in parts.items()},
         }
     )
 
@@ -651,3 +652,77 @@ def test_damaged_docx_is_read_or_refused(rng):
             data[rng.randrange(len(data))] = rng.randrange(256)
     source = from_bytes(bytes(data), name="a.docx")
     assert outcome(source) == outcome(source)
+
+
+# ---- every word is in the text or named: by kind, places of a word {0} with the number {1}, and the parts beside them
+
+T, WP = "<a:p><a:r><a:t>{0}</a:t></a:r></a:p>", "<w:p><w:r><w:t>{0}</w:t></w:r></w:p>"
+BOX = (
+    "<w:p><w:r><mc:AlternateContent><mc:Choice><w:drawing>{0}</w:drawing></mc:Choice><mc:Fallback/>"
+    "</mc:AlternateContent></w:r></w:p>"
+)
+VALUES = "<chart><ser><tx><v>{0}</v></tx><val><pt idx='0'><v>2</v></pt></val></ser></chart>"
+PLACES: dict[str, list[tuple[str, dict[str, str]]]] = {
+    "docx": [
+        (WP, {}),
+        ("<w:p><w:ins><w:r><w:t>{0}</w:t></w:r></w:ins></w:p>", {}),
+        ("<w:p><w:hyperlink><w:fldSimple><w:r><w:t>{0}</w:t></w:r></w:fldSimple></w:hyperlink></w:p>", {}),
+        ("<w:p><w:pPr><w:rPr><w:del/></w:rPr></w:pPr><w:r><w:t>{0}</w:t></w:r></w:p>", {}),
+        (f"<w:sdt><w:sdtContent>{WP}</w:sdtContent></w:sdt>", {}),
+        (
+            f"<w:tbl><w:tr><w:tc>{WP}</w:tc><w:tc><w:tbl><w:tr><w:tc>{WP}</w:tc></w:tr></w:tbl></w:tc></w:tr></w:tbl>",
+            {},
+        ),
+        (BOX.format(f"<w:txbxContent>{WP}</w:txbxContent>"), {}),
+        (BOX.format("<inline><docPr descr='{0}'/><pic/></inline>"), {}),
+        (BOX.format("<chart w:id='chart{1}'/>"), {"chart{1}": VALUES}),
+        (BOX.format("<relIds w:dm='diagramData{1}'/>"), {"diagramData{1}": f"<pt><t>{T}</t></pt>"}),
+        ("<w:p><w:r><w:object><OLEObject ProgID='{0}'/></w:object></w:r></w:p>", {}),
+        ("<w:p><w:r><w:footnoteReference w:id='{1}'/></w:r></w:p>", {"footnotes": f"<w:n w:id='{{1}}'>{WP}</w:n>"}),
+        ("<w:p><w:r><w:endnoteReference w:id='{1}'/></w:r></w:p>", {"endnotes": f"<w:n w:id='{{1}}'>{WP}</w:n>"}),
+        ("<w:p><w:r><w:commentReference w:id='{1}'/></w:r></w:p>", {"comments": f"<w:n w:id='{{1}}'>{WP}</w:n>"}),
+        ("", {"header{1}": WP}),
+        ("", {"footer{1}": WP}),
+    ],
+    "pptx": [
+        (T, {}),
+        ("<a:p><a:r><a:t>a</a:t></a:r><a:br/><a:fld type='slidenum'><a:t>{0}</a:t></a:fld></a:p>", {}),
+        (f"<grpSp><sp><txBody>{T}</txBody></sp></grpSp>", {}),
+        (f"<a:tbl><a:tr><a:tc>{T}</a:tc><a:tc vMerge='1'>{T}</a:tc></a:tr></a:tbl>", {}),
+        (f"<mc:AlternateContent><mc:Choice>{T}</mc:Choice><mc:Fallback>{T}</mc:Fallback></mc:AlternateContent>", {}),
+        ("<pic><nvPicPr><cNvPr descr='{0}'/></nvPicPr></pic>", {}),
+        ("<oleObj progId='{0}'/>", {}),
+        ("<chart r:id='chart{1}'/>", {"chart{1}": VALUES}),
+        ("<relIds r:dm='diagramData{1}'/>", {"diagramData{1}": f"<pt><t>{T}</t></pt>"}),
+        ("", {"notesSlide{1}": T}),
+        ("", {"comments{1}": "<cm><text>{0}</text></cm>"}),
+    ],
+    "xlsx": [
+        ("<c t='str'><v>{0}</v></c>", {}),
+        ("<c t='inlineStr'><is><r><t>{0}</t></r></is></c>", {}),
+        ("<c><f>{0}(A1)</f></c>", {}),
+        ("<c r='Z{1}' t='e'><v>{0}</v></c><c t='b'><v>1</v></c>", {}),
+        ("", {"drawing{1}": f"<d xmlns:a='a'><sp><txBody>{T}</txBody></sp></d>"}),
+        ("", {"drawing{1}": "<d><pic><nvPicPr><cNvPr descr='{0}'/></nvPicPr></pic></d>"}),
+        ("", {"comments{1}": "<c><comment ref='A1'><text><t>{0}</t></text></comment></c>"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@given(st.data())
+def test_every_word_is_read_or_named(kind, data):
+    words = data.draw(st.lists(st.text("abcdefghij", min_size=5, max_size=9), unique=True, min_size=1, max_size=12))
+    body, parts = "", {}
+    for number, word in enumerate(words, start=1):
+        place, beside = data.draw(st.sampled_from(PLACES[kind]))
+        for name, text in beside.items():
+            name = name.format(word, number)
+            parts[name] = parts.get(name, "") + text.format(word, number)
+        body += place.format(word, number)
+        if kind == "xlsx" and data.draw(st.booleans()):
+            body += "</row><row>"
+    built = {"docx": package, "pptx": pptx, "xlsx": lambda rows, **parts: xlsx(f"<row>{rows}</row>", **parts)}[kind]
+    parsed = parse(media_type_of(kind), built(body, **parts))
+    everything = " ".join([parsed.text, *parsed.left_out])
+    assert [word for word in words if word not in everything] == []
