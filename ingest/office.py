@@ -499,6 +499,14 @@ class Walker:
                     yield f"[{number}]"
                 case "annotation":
                     self._skip("comment", " ".join("".join(p.itertext()) for p in child.iterfind("{*}p")))
+                case "checkBox":  # of a form, as the next
+                    marks = [attribute(mark, "val") for mark in child.iterfind("{*}default")]
+                    marks += [attribute(mark, "val") for mark in child.iterfind("{*}checked")]
+                    yield "☐" if not marks or marks[-1] in ("0", "false", "off") else "☑"
+                case "ddList":
+                    choices = [attribute(entry, "val") for entry in child.iterfind("{*}listEntry")]
+                    chosen = val(child, "{*}result") or val(child, "{*}default") or "0"
+                    yield choices[int(chosen)] if chosen.isdecimal() and int(chosen) < len(choices) else ""
                 case "textpath":
                     yield attribute(child, "string")
                 case "AlternateContent":
@@ -563,7 +571,8 @@ class Walker:
                 programs = (attribute(part, "progId") or attribute(part, "ProgID") for part in element.iter("*"))
                 self._skip("embedded object", next(filter(None, programs), ""))
             case "altChunk":
-                yield from self._chunk(self.parts.get(attribute(element, "id"), ("", ""))[1])
+                _, part = self.parts.get(attribute(element, "id"), ("", ""))
+                self._skip("embedded document", part.rpartition("/")[2])
             case "frame":
                 before = self.package.skips
                 blocks = list(self.blocks(element))
@@ -572,15 +581,6 @@ class Walker:
                     self._skip("picture", _text(element, "title", "desc"))
             case _:
                 yield from self.blocks(element)
-
-    def _chunk(self, part: str) -> Iterator[Block]:
-        """A document that another program embedded for Word to import: HTML is read."""
-        try:
-            if not part.lower().endswith((".html", ".htm", ".xhtml")):
-                raise Unreadable("of another type")
-            yield self.kind, read_html(self.package.read(part), whole=True).text, None
-        except (KeyError, Unreadable):
-            self._skip("embedded document", part.rpartition("/")[2])
 
     def _chart(self, root: Any) -> Iterator[Block]:
         """A chart's titles, then its values as a table."""

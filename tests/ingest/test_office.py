@@ -583,6 +583,14 @@ def test_what_else_a_docx_holds_is_read_or_named():
     ]
 
 
+def test_forms_of_docx():
+    field = "<w:p><w:r><w:fldChar><w:ffData>{}</w:ffData></w:fldChar></w:r></w:p>".format
+    boxes = "<w:checkBox><w:default w:val='0'/>{}</w:checkBox>".format
+    choices = "<w:ddList><w:result w:val='1'/><w:listEntry w:val='oats'/><w:listEntry w:val='rye'/></w:ddList>"
+    body = field(boxes("")) + field(boxes("<w:checked/>")) + field(choices)
+    assert read_docx(package(body)).text == "☐\n\n☑\n\nrye"
+
+
 def test_a_damaged_part_beside_the_text_is_named():
     data = package(p("Text"), styles="<", header="<")
     assert read_docx(data).left_out == ["damaged styles", "damaged page header"]
