@@ -33,7 +33,7 @@ _COUNTS = ("uint8", "uint16", "uint32")
 _LENGTHS = "lengths.npy"
 _BLOCK = 1 << 21  # postings that are sorted at once
 _FEW = 64  # if fewer than one row in 64 is allowed, only the allowed rows are scored
-_KEPT = 1 << 22  # weights cached for words of earlier questions (32 MiB with their rows)
+CACHED_WEIGHTS = 1 << 22  # of words of earlier questions (32 MiB with their rows)
 
 
 _K1 = 1.5
@@ -235,7 +235,7 @@ class _Scores:
                 weights = self._weights(key)
                 self._size += _size(weights)
             self._known[key] = weights  # least recently used first
-            while self._size > _KEPT and len(self._known) > 1:
+            while self._size > CACHED_WEIGHTS and len(self._known) > 1:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
             return weights
 

@@ -7,6 +7,7 @@ import pytest
 from indexed import indexed
 
 from ragkv import RagKV
+from ragkv.server.schemas import document_page
 
 # name: (text, questions)
 WORDS = {
@@ -63,6 +64,12 @@ def test_a_name_is_itself_before_it_is_a_pattern(rag, name, sources):
     found = rag.retrieve(everything, retrieval="bm25", where=[f"source={name}"])
     assert sorted(hit.source for hit in found) == sources
     assert sorted(d.document.source for d in rag.select([name])) == sources
+
+
+@pytest.mark.parametrize(("name", "source"), [(NFC.upper(), NFD), ("gro?ße", None), ("rt[1]", "report[1].txt")])
+def test_the_page_lists_a_name_however_it_is_written(rag, name, source):
+    listed = document_page(rag, name, [], after="", limit=9)["documents"]
+    assert [document["source"] for document in listed] == ([] if source is None else [source])
 
 
 def test_an_index_of_older_words_is_built_again(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_word_that_a_chunk_has_often_and_letters_of_many_bytes():
 
 
 def test_what_is_kept_of_words_is_bounded_and_the_last_ones_stay(monkeypatch):
-    monkeypatch.setattr("ragkv.retrievers.bm25._KEPT", 3 * (64 + 5))
+    monkeypatch.setattr("ragkv.retrievers.bm25.CACHED_WEIGHTS", 3 * (64 + 5))
     index = built([(f"c{n}", " ".join(f"word{(n + k) % 20}" for k in range(5))) for n in range(20)])
     expected = [index.search(f"word{n}", 5) for n in range(20)]
     assert len(index._scores._known) == 3
