@@ -30,12 +30,13 @@ WORDS = {
     "ligature and sharp s": ("eﬃcient Straße", ["efficient", "STRASSE"]),
 }
 NAMES = {"report[1].txt": "first", "report1.txt": "second", "what?.txt": "third", "whatX.txt": "fourth"}
+GAS = "<main><p>CO<sub>2</sub> emissions fell. The <b>E</b>uropean plan names <mark>keyword</mark>s.</p></main>"
 NFC, NFD = (unicodedata.normalize(form, "Größe.txt") for form in ("NFC", "NFD"))
 
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory):
-    texts = {f"{name}.txt": text for name, (text, _) in WORDS.items()} | NAMES | {NFD: "fifth"}
+    texts = {f"{name}.txt": text for name, (text, _) in WORDS.items()} | NAMES | {NFD: "fifth", "gas.html": GAS}
     with indexed(tmp_path_factory.mktemp("words"), texts, embedder="none", reranker="none", kv="on-demand") as made:
         yield made
 
@@ -43,6 +44,11 @@ def rag(tmp_path_factory):
 @pytest.mark.parametrize(("name", "question"), [(name, asked) for name, (_, all_) in WORDS.items() for asked in all_])
 def test_a_word_is_found_however_it_is_written(rag, name, question):
     assert [hit.source for hit in rag.retrieve(question, retrieval="bm25")] == [f"{name}.txt"]
+
+
+@pytest.mark.parametrize("question", ["CO2", "CO₂", "european", "keywords"])
+def test_markup_inside_a_word_does_not_cut_it(rag, question):
+    assert [hit.source for hit in rag.retrieve(question, retrieval="bm25")] == ["gas.html"]
 
 
 @pytest.mark.parametrize(
