@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,15 +290,6 @@ def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> li
     return sorted(missing, key=lambda identity: -rows[identity.key()].weight)
 
 
-def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
-    """As many of the first as fit into the whole budget."""
-    budget = index.store.budget
-    if budget is None:
-        return list(order)
-    ends = accumulate(index.stored_bytes(identity.tokens) for identity in order)
-    return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]
-
-
 class IndexMaintenance:
     """`rag.maintenance`: check, repair, clean, copy and warm an index (docs/operations.md)."""
 
@@ -456,9 +446,8 @@ class IndexMaintenance:
         on_progress(report)
         for batch in batches_of(stored if index.tiers is not None else ()):
             index.offer(list(index.store.get_many(batch).items()))
-        order = _within(index, _expected(index, missing)) if missing else []
         encoded = 0
-        for batch in batches_of(order):
+        for batch in batches_of(_expected(index, missing) if missing else ()):
             fetched = index.fetch(batch)
             new = [identity for identity in batch if identity not in fetched]
             started = time.perf_counter()

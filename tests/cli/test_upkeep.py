@@ -72,11 +72,11 @@ def test_a_suspended_ingest_does_not_stop_reading(ragkv, index, monkeypatch):
             monkeypatch.setattr(f"ragkv.store.environment.{name}", 0.01)
         assert json.loads(ragkv("ls", "--index", index, "--json").out)["total"] == 2
         assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 2
-        found = ragkv("query", QUESTION, "--index", index, "--max-new-tokens", 2, "--json")
-        assert found.code == 0
-        assert json.loads(found.out)["sources"]
+        result = ragkv("query", QUESTION, "--index", index, "--max-new-tokens", 2, "--json")
+        assert result.code == 0
+        assert json.loads(result.out)["sources"]
         kept = f"warning: what a question computed is not kept: {index / 'store'} cannot be written: "
-        lines = [line for line in found.err.splitlines() if line.startswith(kept)]
+        lines = [line for line in result.err.splitlines() if line.startswith(kept)]
         assert lines
         assert all(f"PID {ingest.process.pid} (ragkv ingest docs/" in line for line in lines)
     finally:
@@ -89,12 +89,12 @@ def test_verify_of_a_whole_index(ragkv, index, no_model):
     assert plain.code == 0
     assert plain.out == f"{index}: no damage ({plain.out.partition('(')[2]}"
     assert "2 documents, 2 chunks, 4 KV records" in plain.out
-    found = json.loads(ragkv("verify", "--index", index, "--json").out)
-    assert (found["ok"], found["findings"], found["checked"]["kv"]) == (True, [], 4)
-    assert found["derived"] == {"bm25": "not built yet: the next question builds it"}
+    result = json.loads(ragkv("verify", "--index", index, "--json").out)
+    assert (result["ok"], result["findings"], result["checked"]["kv"]) == (True, [], 4)
+    assert result["derived"] == {"bm25": "not built yet: the next question builds it"}
     quick = json.loads(ragkv("verify", "--index", index, "--quick", "--json").out)
-    assert quick["checked"]["bytes"] < found["checked"]["bytes"]
-    assert (found["unchecked"], len(quick["unchecked"])) == ([], 1)
+    assert quick["checked"]["bytes"] < result["checked"]["bytes"]
+    assert (result["unchecked"], len(quick["unchecked"])) == ([], 1)
     assert ragkv("verify", "--index", index, "--quick").err.count("not checked: ") == 1
     assert ragkv("verify", "--index", index, "--quiet").out == ""
 
@@ -102,11 +102,11 @@ def test_verify_of_a_whole_index(ragkv, index, no_model):
 def test_damage_is_told_repaired_and_answered_from(ragkv, index):
     before = ask(ragkv, index, "--engine", "pced")
     edit(index, lambda txn: flip(txn, "segments"))
-    found = ragkv("verify", "--index", index)
-    assert found.code == 1
-    assert found.out.startswith("damaged: ")
-    assert "run `ragkv repair`" in found.out
-    assert "1 finding (" in found.out
+    result = ragkv("verify", "--index", index)
+    assert result.code == 1
+    assert result.out.startswith("damaged: ")
+    assert "run `ragkv repair`" in result.out
+    assert "1 finding (" in result.out
     payload = json.loads(ragkv("verify", "--index", index, "--json").out)
     assert [set(finding) for finding in payload["findings"]] == [
         {"kind", "table", "where", "document", "what", "remedy"}
@@ -256,13 +256,13 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("ragkv.index.maintenance.write_plain", fail)
-    found = ragkv("backup", tmp_path / "copy", "--index", index)
-    assert found.code == 1
-    assert "Input/output error" in found.sentence
+    result = ragkv("backup", tmp_path / "copy", "--index", index)
+    assert result.code == 1
+    assert "Input/output error" in result.sentence
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     for command in ("backup", "pack"):
-        found = ragkv(command, tmp_path / "copy", "--index", index)
-        assert str(tmp_path / "copy") in found.sentence  # not a folder that is gone
+        result = ragkv(command, tmp_path / "copy", "--index", index)
+        assert str(tmp_path / "copy") in result.sentence  # not a folder that is gone
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
 
 
@@ -313,14 +313,14 @@ def test_names_that_mean_none_or_several_are_refused(ragkv, index, documents, tm
 
 
 def test_stats_per_document_add_up(ragkv, index, documents, no_model):
-    found = json.loads(ragkv("stats", "--index", index, "--per-document", "--json").out)
-    one, two = found["per_document"]
-    assert [one["source"], two["source"]] == ["bolt.txt", "halden.md"]
+    result = json.loads(ragkv("stats", "--index", index, "--per-document", "--json").out)
+    first, two = result["per_document"]
+    assert [first["source"], two["source"]] == ["bolt.txt", "halden.md"]
     for key in ("chunks", "tokens", "kv_records", "kv_bytes"):
-        assert one[key] + two[key] == found[key]
-    assert one["kv_bytes_own"] == one["kv_bytes"]
-    assert one["text_bytes"] > (documents / "bolt.txt").stat().st_size - 1
-    assert BEGAN <= one["ingested_at"] <= time.time()
+        assert first[key] + two[key] == result[key]
+    assert first["kv_bytes_own"] == first["kv_bytes"]
+    assert first["text_bytes"] > (documents / "bolt.txt").stat().st_size - 1
+    assert BEGAN <= first["ingested_at"] <= time.time()
     shown = ragkv("stats", "--index", index, "--per-document").out
     assert "halden.md" in shown
     assert "KV of its own" in shown

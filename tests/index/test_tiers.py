@@ -112,4 +112,4 @@ def test_the_commands_know_tiers(make, tmp_path):
     objects(tmp_path)[0].write_bytes(b"garbage")
     verified = run(app, ["verify", "--tiers", *index])
     assert verified.exit_code == 1
-    assert "damaged: ragkv/1/shared/" in verified.stdout
+    assert "damaged: ragkv/2/shared/" in verified.stdout

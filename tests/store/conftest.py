@@ -85,11 +85,11 @@ class Library:
     def rows(self) -> dict[str, list[tuple[bytes, bytes]]]:
         """Every live row, without the generation and the change history."""
         with self.store._live().read() as txn:
-            found = {
+            result = {
                 table: [(key, bytes(value)) for key, value in txn.scan(table)] for table in TABLES if table != "changes"
             }
-        found["meta"] = [(key, value) for key, value in found["meta"] if key != b"generation"]
-        return found
+        result["meta"] = [(key, value) for key, value in result["meta"] if key != b"generation"]
+        return result
 
     def edit(self, change: Callable[[Transaction], object]) -> None:
         """Modify rows without the store's knowledge."""

@@ -50,10 +50,10 @@ def test_it_is_an_lru_of_so_many_bytes(budget, queries):
         wanted = list(dict.fromkeys(query))
         missing = [n for n in wanted if n not in model]
         load = Loader(lambda key: make_kv(key[0]))
-        found, held = tier.get_many([bytes([n]) for n in query], load)
+        result, held = tier.get_many([bytes([n]) for n in query], load)
         assert load.asked == ([[bytes([n]) for n in missing]] if missing else [])
         assert {key[0] for key in held} == set(wanted) - set(missing)
-        assert all(kv.tokens == key[0] for key, kv in found.items())
+        assert all(kv.tokens == key[0] for key, kv in result.items())
         hits = [n for n in wanted if n in model]
         model = [n for n in model if n not in hits] + hits
         counts[0] += len(hits)
@@ -64,7 +64,7 @@ def test_it_is_an_lru_of_so_many_bytes(budget, queries):
                 while sum(model) > budget:
                     model.pop(0)
                     counts[2] += 1
-        del found  # a reference would be a hit even without the tier
+        del result  # a reference would be a hit even without the tier
         use = tier.use()
         assert (use.entries, use.bytes, use.budget) == (len(model), sum(model) * unit, budget * unit)
         assert [use.hits, use.misses, use.evictions] == counts
@@ -72,12 +72,12 @@ def test_it_is_an_lru_of_so_many_bytes(budget, queries):
 
 def test_an_evicted_entry_lives_for_its_reader_and_no_longer(kv):
     tier = MemoryTier(kv.nbytes)
-    found, _ = tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
-    tensor = weakref.ref(found[b"a"].keys[0])
+    result, _ = tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
+    tensor = weakref.ref(result[b"a"].keys[0])
     tier.get_many(names("b"), Loader(lambda _: make_kv(1)))
     assert tier.use().bytes == kv.nbytes
-    assert tensor() is found[b"a"].keys[0]
-    del found
+    assert tensor() is result[b"a"].keys[0]
+    del result
     assert tensor() is None
 
 
@@ -131,11 +131,11 @@ def test_two_threads_load_the_same_key_once():
     first = threading.Thread(target=lambda: results.update(first=tier.get_many(names("a"), slow)))
     first.start()
     assert begun.wait(timeout=600)
-    found, held = tier.get_many(names("a", "b"), quick)
+    result, held = tier.get_many(names("a", "b"), quick)
     first.join()
     assert asked == names("a", "b")
     assert held == {b"a"}
-    assert found[b"a"] is results["first"][0][b"a"]
+    assert result[b"a"] is results["first"][0][b"a"]
     assert (tier.use().hits, tier.use().misses) == (1, 2)
 
 
@@ -228,16 +228,16 @@ def test_what_the_store_deletes_or_writes_again_is_dropped(store):
     tier = store.memory(budget=1 << 20)
     tier.get_many([of.key() for of in identities], load)
 
-    def kept() -> list[int]:
+    def remaining() -> list[int]:
         return [n for n, of in zip((1, 2, 3), identities, strict=True) if of.key() in tier._entries]
 
-    assert kept() == [1, 2, 3]
+    assert remaining() == [1, 2, 3]
     store.delete_document("a")  # b still needs 2
-    assert kept() == [2, 3]
+    assert remaining() == [2, 3]
     put_kv(store, identity(2), make_kv(1, seed=9), "b#0")
-    assert kept() == [3]
+    assert remaining() == [3]
     write(store, "b", (4,))
-    assert kept() == []
+    assert remaining() == []
     assert tier.use().drops == 3
 
 

@@ -104,44 +104,44 @@ def literal_zstd(payload: bytes, dtype: torch.dtype) -> list[float]:
 
 def literal_half(payload: bytes, dtype: torch.dtype) -> list[float]:
     numbers: list[float] = []
-    at = 0
-    while at < len(payload):
-        kind, exponent, _, nbytes = HALF.unpack_from(payload, at)
-        at += HALF.size
+    offset = 0
+    while offset < len(payload):
+        kind, exponent, _, nbytes = HALF.unpack_from(payload, offset)
+        offset += HALF.size
         size = nbytes // 2 if kind else nbytes
         if kind:
-            numbers += [number * 2.0**exponent for number in struct.unpack_from(f"<{size // 2}e", payload, at)]
+            numbers += [number * 2.0**exponent for number in struct.unpack_from(f"<{size // 2}e", payload, offset)]
         else:
-            numbers += plain(payload[at : at + size], dtype)
-        at += size
+            numbers += plain(payload[offset : offset + size], dtype)
+        offset += size
     return numbers
 
 
 def literal_q8(payload: bytes, dtype: torch.dtype) -> list[float]:
     numbers: list[float] = []
-    at = 0
-    while at < len(payload):
-        kind, _, width, count = ROWS.unpack_from(payload, at)
-        at += ROWS.size
+    offset = 0
+    while offset < len(payload):
+        kind, _, width, count = ROWS.unpack_from(payload, offset)
+        offset += ROWS.size
         if not kind:
-            numbers += plain(payload[at : at + count], dtype)
-            at += count
+            numbers += plain(payload[offset : offset + count], dtype)
+            offset += count
             continue
         for _ in range(count):
-            [most] = struct.unpack("<f", bytes(2) + payload[at + width : at + width + 2])
-            row = torch.tensor(struct.unpack_from(f"<{width}b", payload, at), dtype=torch.float32)
+            [most] = struct.unpack("<f", bytes(2) + payload[offset + width : offset + width + 2])
+            row = torch.tensor(struct.unpack_from(f"<{width}b", payload, offset), dtype=torch.float32)
             numbers += (row * (torch.tensor(most) / 127)).to(dtype).double().tolist()
-            at += width + 2
+            offset += width + 2
     return numbers
 
 
 def literal_quantised(payload: bytes, dtype: torch.dtype) -> list[float]:
     numbers: list[float] = []
-    at = 0
-    while at < len(payload):
-        _, step, nbytes, stored = QUANTISED.unpack_from(payload, at)
-        body = payload[at + QUANTISED.size :][:stored]
-        at += QUANTISED.size + stored
+    offset = 0
+    while offset < len(payload):
+        _, step, nbytes, stored = QUANTISED.unpack_from(payload, offset)
+        body = payload[offset + QUANTISED.size :][:stored]
+        offset += QUANTISED.size + stored
         if not step:
             numbers += plain(body, dtype)
             continue
@@ -244,13 +244,13 @@ def test_config_makes_the_codec_again_and_another_length_is_refused(codec):
 
 
 @pytest.mark.parametrize("codec", ALL[1:], ids=repr)
-@given(at=st.integers(0, 10_000), bit=st.integers(0, 7), end=st.integers(0, 10_000), noise=st.binary(max_size=80))
+@given(offset=st.integers(0, 10_000), bit=st.integers(0, 7), end=st.integers(0, 10_000), noise=st.binary(max_size=80))
 @settings(max_examples=150)
-def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end, noise):
+def test_damage_is_refused_or_keeps_the_length(codec, offset, bit, end, noise):
     before = like_keys(2, 12, 8).bfloat16()
     payload = bytearray(codec.encode(bytes_of(before) * 2, [slice_of(before, "keys"), slice_of(before, "values")]))
     whole = bytes(payload)
-    payload[at % len(payload)] ^= 1 << bit
+    payload[offset % len(payload)] ^= 1 << bit
     for damaged in (bytes(payload), whole[: end % len(whole)], whole + whole[: end % len(whole)]):
         if damaged != whole:
             with contextlib.suppress(DamagedError):

@@ -22,16 +22,16 @@ Told = dict[str, tuple[str, float]]
 
 
 def write(store: Store, result: Told, document: Document = DOCUMENT) -> None:
-    name, at, chunks = document.document_id, 0, []
+    name, place, chunks = document.document_id, 0, []
     for ordinal, (chunk_id, (text, _)) in enumerate(result.items()):
-        span = {"start": at, "end": at + len(text)}
+        span = {"start": place, "end": place + len(text)}
         chunks.append(
             Chunk(chunk_id=chunk_id, document_id=name, ordinal=ordinal, text=text, token_ids=(ordinal,), **span)
         )
-        at += len(text)
+        place += len(text)
     store.write_document(
         document,
-        "x" * at,
+        "x" * place,
         chunks,
         recipe="r",
         references={chunk.chunk_id: [] for chunk in chunks},
@@ -68,22 +68,22 @@ def test_it_names_what_differs_since_any_generation(versions, tmp_path_factory):
             states.append((store.version, now))
         last = states[-1][1]
         for since, then in states:
-            found = store.changes(since)
-            assert found is not None
-            assert found.version == store.version
+            loaded = store.changes(since)
+            assert loaded is not None
+            assert loaded.version == store.version
             changed: set[str] = set()
             for name in ("a", "b"):
                 before, after = then.get(name, {}), last.get(name, {})
                 differing = {c for c in before.keys() | after.keys() if before.get(c) != after.get(c)}
                 changed |= differing
-                assert name_of(name) in found.documents or not differing
+                assert name_of(name) in loaded.documents or not differing
                 there = {chunk.chunk_id for chunk in store.chunks_named(map(name_of, differing))}
                 assert there == differing & after.keys()
                 named = store.documents_named([name_of(name)])
                 assert [sorted(chunk_ids) for _, chunk_ids in named] == ([sorted(after)] if name in last else [])
             wanted = set(map(name_of, changed))
-            assert found.chunks >= wanted  # chunks that were changed and changed back may be included
-            assert then is not states[-2][1] or found.chunks == wanted
+            assert loaded.chunks >= wanted  # chunks that were changed and changed back may be included
+            assert then is not states[-2][1] or loaded.chunks == wanted
 
 
 def test_a_shifted_chunk_is_no_change_and_a_new_title_is_one(store):
@@ -92,14 +92,14 @@ def test_a_shifted_chunk_is_no_change_and_a_new_title_is_one(store):
     write(store, {"p": ("x", 1.0), "q": ("y", 2.0)}, replace(DOCUMENT, content_hash="1"))
     assert store.version == first
     write(store, {"new": ("zz", 3.0), "p": ("x", 1.0), "q": ("y", 4.0)})
-    found = store.changes(first)
-    assert found is not None
-    assert (found.documents, found.chunks) == ({name_of("a")}, {name_of("new"), name_of("q")})
+    result = store.changes(first)
+    assert result is not None
+    assert (result.documents, result.chunks) == ({name_of("a")}, {name_of("new"), name_of("q")})
     second = store.version
     write(store, {"new": ("zz", 3.0), "p": ("x", 1.0), "q": ("y", 4.0)}, replace(DOCUMENT, metadata={"lang": "de"}))
-    found = store.changes(second)
-    assert found is not None
-    assert (found.documents, found.chunks) == ({name_of("a")}, frozenset())
+    result = store.changes(second)
+    assert result is not None
+    assert (result.documents, result.chunks) == ({name_of("a")}, frozenset())
 
 
 def test_what_is_too_long_ago_is_forgotten(store, monkeypatch):
@@ -111,20 +111,20 @@ def test_what_is_too_long_ago_is_forgotten(store, monkeypatch):
     with store._live().read() as txn:
         assert txn.count("changes") == 5  # each change weighs 1 and its chunk 1
     assert [store.changes(since) is not None for since in versions] == [False] * 16 + [True] * 5
-    found = store.changes(versions[16])
-    assert found is not None
-    assert found.chunks == {name_of("p")}
+    result = store.changes(versions[16])
+    assert result is not None
+    assert result.chunks == {name_of("p")}
     before = store.version
     write(store, {f"p{number}": ("x", 1.0) for number in range(60)})  # 61 changes; the limit is 60 / 4 = 15
     assert store.changes(before) is None
     before = store.version
     write(store, {f"p{number}": ("x" if number else "y", 1.0) for number in range(60)})
-    found = store.changes(before)
-    assert found is not None
-    assert found.chunks == {name_of("p0")}
-    found = store.changes(store.version)
-    assert found is not None
-    assert not found.chunks
+    result = store.changes(before)
+    assert result is not None
+    assert result.chunks == {name_of("p0")}
+    result = store.changes(store.version)
+    assert result is not None
+    assert not result.chunks
     for odd in (-1, store.generation + 1, 10**400):
         assert store.changes(Version(odd, "")) is None
 

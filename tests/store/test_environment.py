@@ -795,7 +795,7 @@ with Store.open(path) as store:
 """
     Store.create(tmp_path / "index", map_size=128 << 10).close()
     with Store.open(tmp_path / "index", readonly=True) as store:
-        first, found = store.stats().map_bytes, 0
+        first, result = store.stats().map_bytes, 0
         child = process(script, tmp_path / "index")
         assert child.line() == "\n"
         writing = True
@@ -807,9 +807,9 @@ with Store.open(path) as store:
                     kv = store.get_kv(of)
                     if kv is not None:  # None: replaced in the meantime
                         assert equal(kv, expected.kv_of(of, int(kv.keys[0][0, 0, 0])))
-                        found += 1
+                        result += 1
         assert child.end() == (0, "", "")
-        assert found > 0
+        assert result > 0
         assert store.stats().map_bytes > first
 
 

@@ -140,7 +140,7 @@ def free_list(data: Path) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("wrong", ["live", "twice", "outside"])
 def test_a_free_list_that_would_overwrite_is_refused(data, wrong):
-    at, pages = free_list(data)
+    place, pages = free_list(data)
     assert len(pages) > 2
     _, main = newest(data)
     if wrong == "live":  # inserted in order
@@ -149,7 +149,7 @@ def test_a_free_list_that_would_overwrite_is_refused(data, wrong):
         pages[1] = pages[0]
     else:
         pages[0] = 1 << 40
-    patch(data, at, struct.pack(f"={len(pages)}Q", *pages))
+    patch(data, place, struct.pack(f"={len(pages)}Q", *pages))
     for readonly in (False, True):
         with pytest.raises(CorruptStoreError, match=r"both in use|strictly descending|out-of-range"):
             Store.open(data.parent.parent, readonly=readonly)
@@ -201,14 +201,14 @@ def test_opening_while_another_process_commits(tmp_path):
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were checked completely."""
-    found: list[Path] = []
+    result: list[Path] = []
 
     def counted(data: Path, on_progress: object = None) -> PageReport:
-        found.append(data)
+        result.append(data)
         return check_pages(data)
 
     monkeypatch.setattr("ragkv.store.environment.check_pages", counted)
-    return found
+    return result
 
 
 def test_a_file_that_this_user_wrote_is_not_checked_again(data, checks):

@@ -180,23 +180,23 @@ def test_every_flipped_bit_is_seen_by_both_ways_to_read(tmp_path, codec, dtype, 
     """Segments of a layer, of its keys, and of some of their tokens; a record is copied completely or not at all."""
     tokens, heads, width = size
     kv = make_kv(tokens, kv_heads=heads, head_dim=width, dtype=dtype, layers=3)
-    one, other = identity(*range(tokens)), identity(*range(1, tokens + 1))
+    first, other = identity(*range(tokens)), identity(*range(1, tokens + 1))
     with Store.create(tmp_path, codec=codec) as store:
-        store.stage_kv([(one, kv), (other, kv)])
-        found = store.get_many([one, other])
+        store.stage_kv([(first, kv), (other, kv)])
+        result = store.get_many([first, other])
         assert kernel is None or kernel == [True] * (len(kernel) if copied else 0)
         assert kernel is None or bool(kernel) == copied
-        _, expected = record.round_trip(kv, one, codec)
-        assert all(equal(loaded, expected) for loaded in found.values())
+        _, expected = record.round_trip(kv, first, codec)
+        assert all(equal(loaded, expected) for loaded in result.values())
         with store._live().read() as txn:
-            segments = sum(1 for _ in txn.scan("segments", one.key()))
+            segments = sum(1 for _ in txn.scan("segments", first.key()))
         for index in {0, segments // 2, segments - 1}:
             caplog.clear()
-            flip(store, one.key(), index)
-            assert list(store.get_many([one, other])) == [other]
+            flip(store, first.key(), index)
+            assert list(store.get_many([first, other])) == [other]
             assert f"the checksum of segment {index} does not match" in caplog.text
-            flip(store, one.key(), index)
-        assert list(store.get_many([one, other])) == [one, other]
+            flip(store, first.key(), index)
+        assert list(store.get_many([first, other])) == [first, other]
 
 
 def test_the_kernel_copies_nothing_beside_its_target():
@@ -205,7 +205,7 @@ def test_the_kernel_copies_nothing_beside_its_target():
     for parts in ([0], [1], [7, 0, 260], [4096, 3], [1 << 20, 17, 5]):
         memory = [rng.integers(0, 256, n + 2, np.uint8)[1:-1] for n in parts]
         segments = [(part, xxhash.xxh3_64_intdigest(part), [part, part[: part.size // 2]]) for part in memory]
-        wanted = np.concatenate([each for *_, held in segments for each in held])
+        wanted = np.concatenate([item for *_, held in segments for item in held])
         around = np.full(wanted.size + 64, 7, np.uint8)
         out = around[32:-32]
         assert kernel.copy_checked(segments, out)
@@ -215,7 +215,7 @@ def test_the_kernel_copies_nothing_beside_its_target():
         assert not kernel.copy_checked(segments, around[32:-31])
         for wrong in range(len(segments)):
             digests = [digest + (n == wrong) for n, (_, digest, _) in enumerate(segments)]
-            damaged = [(held, digest, each) for digest, (held, _, each) in zip(digests, segments, strict=True)]
+            damaged = [(held, digest, item) for digest, (held, _, item) in zip(digests, segments, strict=True)]
             assert not kernel.copy_checked(damaged, out)
 
 
@@ -243,17 +243,17 @@ def test_a_payload_of_fewer_numbers_than_its_record_has_is_no_hit(tmp_path, code
     """The checksum is right, so the author of the store wrote it like this."""
     kv, of = make_kv(6, dtype=torch.float32), identity(*range(6))
     short = make_kv(5, dtype=torch.float32)
-    made, less = (record.encode_record(each, identity(*range(each.tokens)), codec) for each in (kv, short))
-    manifest, payload = record.Manifest.parse(made.manifest), less.segments[1]
+    kvs, less = (record.encode_record(each, identity(*range(each.tokens)), codec) for each in (kv, short))
+    manifest, payload = record.Manifest.parse(kvs.manifest), less.segments[1]
     segments = list(manifest.segments)
     segments[1] = segments[1]._replace(stored=len(payload), digest=xxhash.xxh3_64_intdigest(payload))
     lying = replace(manifest, segments=tuple(segments))
-    payloads = (made.segments[0], payload, *made.segments[2:])
+    payloads = (kvs.segments[0], payload, *kvs.segments[2:])
     with pytest.raises(DamagedError, match="bytes, not"):
         record.decode_record(lying, payloads.__getitem__)
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv([(of, kv)])
-        store._live().write(lambda txn: txn.put_record(replace(made, manifest=lying.pack(), segments=payloads)))
+        store._live().write(lambda txn: txn.put_record(replace(kvs, manifest=lying.pack(), segments=payloads)))
         assert store.get_kv(of) is None
         assert "bytes, not" in caplog.text
     assert not kernel
@@ -264,14 +264,14 @@ def test_segments_that_are_right_only_together_are_no_hit(tmp_path, codec, kerne
     """Two segments of different lengths are swapped together with their checksums."""
     small, large = (make_kv(6, kv_heads=heads, layers=1, dtype=torch.float32) for heads in (1, 3))
     kv, of = ChunkKV(keys=small.keys + large.keys, values=small.values + large.values), identity(*range(6))
-    made = record.encode_record(kv, of, codec)
-    manifest = record.Manifest.parse(made.manifest)
+    kvs = record.encode_record(kv, of, codec)
+    manifest = record.Manifest.parse(kvs.manifest)
     one, other = manifest.segments
     segments = (
         one._replace(stored=other.stored, digest=other.digest),
         other._replace(stored=one.stored, digest=one.digest),
     )
-    swapped = replace(made, manifest=replace(manifest, segments=segments).pack(), segments=made.segments[::-1])
+    swapped = replace(kvs, manifest=replace(manifest, segments=segments).pack(), segments=kvs.segments[::-1])
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv([(of, kv)])
         assert store.get_kv(of) is not None
@@ -305,11 +305,11 @@ def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monke
         seen.append(self)
         return tasks(self)
 
-    def slow(manifest, codec, run, *given, packing=None):
+    def slow(manifest, codec, run, *arguments, packing=None):
         end = time.monotonic() + 60
         while packing and run.start == 0 and not seen[0].redo and time.monotonic() < end:
             time.sleep(0.001)
-        return decode(manifest, codec, run, *given, packing=packing)
+        return decode(manifest, codec, run, *arguments, packing=packing)
 
     monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
     monkeypatch.setattr(record, "_cores", lambda: 2)
@@ -358,12 +358,12 @@ def test_a_record_crosses_to_a_device_while_the_next_one_is_read(tmp_path, codec
         expected = {of: store.get_kv(of) for of in kvs}
         flip(store, bad.key(), 0)
         did.clear()
-        found = store.get_many(kvs, device=torch.device("meta"))
+        result = store.get_many(kvs, device=torch.device("meta"))
     first = ["read", "send"] * (codec.packing(kvs[odd].shape) is None)
     again = ["read", "send"] * (not first)
     assert did == ["read", "send", "read", *(first or ["read"]), "read", "send", *again]
-    assert list(found) == [of for of in kvs if of != bad]
-    for of, kv in found.items():
+    assert list(result) == [of for of in kvs if of != bad]
+    for of, kv in result.items():
         assert kv.packed == expected[of].packed
         assert all(map(torch.equal, map(torch.nan_to_num, kv.tensors), map(torch.nan_to_num, expected[of].tensors)))
 
@@ -383,12 +383,12 @@ def test_what_a_gpu_reads_while_it_computes_is_whole(tmp_path, codec):
         for n, some in enumerate((list(kvs)[:3], list(kvs)[3:]) * 6):
             with torch.cuda.stream(copies._stream if n % 4 < 2 else torch.cuda.current_stream()):
                 torch.cuda._sleep(100_000_000)
-            found, pages = store.get_many(some, device=device), PagePool(device, 1 << 30)
+            result, pages = store.get_many(some, device=device), PagePool(device, 1 << 30)
             torch.cuda._sleep(20_000_000)
-            for of, kv in found.items():
+            for of, kv in result.items():
                 for made in (kv.wide(), pages.hold(kv).wide()):
                     same += [(a == b).all() for a, b in zip(made.tensors, wanted[of].tensors, strict=True)]
-            del found, kv, made, pages
+            del result, kv, made, pages
         assert all(map(bool, same))
 
 
@@ -429,7 +429,7 @@ with Store.create(sys.argv[1]) as store:
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype", "packed", "kept"),
+    ("codec", "dtype", "packed", "remaining"),
     [
         (Half(), torch.float32, torch.float16, [True, False, False]),
         (Q8(), torch.float32, torch.int8, [True, True, False]),
@@ -437,7 +437,7 @@ with Store.create(sys.argv[1]) as store:
     ],
     ids=str,
 )
-def test_numbers_stay_packed_in_memory_until_they_are_taken(tmp_path, codec, dtype, packed, kept):
+def test_numbers_stay_packed_in_memory_until_they_are_taken(tmp_path, codec, dtype, packed, remaining):
     """The same numbers as if decoded at once, in less memory; scaled `half` numbers and NaN are decoded at once."""
     kvs = {identity(n, *range(4)): make_kv(5, dtype=dtype) for n in (1, 2, 3)}
     plain, scaled, odd = kvs
@@ -445,15 +445,15 @@ def test_numbers_stay_packed_in_memory_until_they_are_taken(tmp_path, codec, dty
     kvs[odd].values[1][0, 0, 0] = torch.nan
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv(kvs.items())
-        found = store.get_many(kvs)
-        for of, kv in found.items():
+        result = store.get_many(kvs)
+        for of, kv in result.items():
             assert kv.dtype == dtype
             assert kv.shape == kvs[of].shape
             _, again = record.round_trip(kvs[of], of, codec)
             assert again.packed == kv.packed
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(again.keys, kv.keys, strict=True))
-    small = found[plain]
-    assert [kv.packed for kv in found.values()] == kept
+    small = result[plain]
+    assert [kv.packed for kv in result.values()] == remaining
     rows = sum(t.shape[0] * t.shape[1] for t in small.wide().tensors) if packed == torch.int8 else 0
     numbers = sum(t.numel() for t in small.wide().tensors)
     assert small.nbytes == numbers * packed.itemsize + 2 * rows

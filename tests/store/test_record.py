@@ -211,15 +211,15 @@ def test_records_of_every_version_decode_for_ever(path):
         data = data[end:]
     parsed = Manifest.parse(parts[0])
     assert parsed.identity == GOLDEN["IDENTITY"]
-    found = decode_record(parsed, parts[1:].__getitem__)
+    result = decode_record(parsed, parts[1:].__getitem__)
     if "plain" in path.stem:
-        assert equal(found, GOLDEN["plain_kv"](getattr(torch, parsed.dtype)))
+        assert equal(result, GOLDEN["plain_kv"](getattr(torch, parsed.dtype)))
         return
     wanted = GOLDEN["typed_kv"]()
     if parsed.codec["id"] != "int8":
-        assert equal(found, wanted)
-    assert found.shape == wanted.shape
-    for kept, state in zip(found.states, wanted.states, strict=True):
+        assert equal(result, wanted)
+    assert result.shape == wanted.shape
+    for kept, state in zip(result.states, wanted.states, strict=True):
         assert torch.equal(kept.value, state.value)
 
 
@@ -339,13 +339,13 @@ def mixed() -> ChunkKV:
 
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=lambda codec: codec.id)
 def test_states_are_kept_to_the_bit_by_codecs_that_round(codec, mixed):
-    found = there_and_back(mixed, of(7), codec)
-    for state, kept in zip(mixed.states, found.states, strict=True):
+    result = there_and_back(mixed, of(7), codec)
+    for state, kept in zip(mixed.states, result.states, strict=True):
         assert state[:2] == kept[:2]
         assert torch.equal(state.value, kept.value)
     for layer in (0, 1):
-        assert not torch.equal(mixed.keys[layer], found.keys[layer])
-        torch.testing.assert_close(found.keys[layer], mixed.keys[layer], atol=0.3, rtol=0)
+        assert not torch.equal(mixed.keys[layer], result.keys[layer])
+        torch.testing.assert_close(result.keys[layer], mixed.keys[layer], atol=0.3, rtol=0)
 
 
 class Zeroing(Codec):

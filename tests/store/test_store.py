@@ -188,13 +188,13 @@ def test_damage_is_a_miss_and_is_healed(store, table, caplog):
 
 def test_a_record_under_the_wrong_key_is_a_miss(store):
     write(store, "a", (1,), (2,))
-    one, two = identity(1).key(), identity(2).key()
+    first, two = identity(1).key(), identity(2).key()
 
     def swap(txn: object) -> None:
         with store._live()._map.env.begin() as look:
             tables = store._live()._map.tables
-            moved = {key: look.get(key, db=tables["kv"]) for key in (one, two)}
-        txn.put("kv", one, moved[two])  # type: ignore[attr-defined]
+            moved = {key: look.get(key, db=tables["kv"]) for key in (first, two)}
+        txn.put("kv", first, moved[two])  # type: ignore[attr-defined]
 
     store._live().write(swap)
     assert store.get_kv(identity(1)) is None

@@ -62,12 +62,12 @@ def connect(tmp_path):
 
 @pytest.fixture
 def s3(monkeypatch):
-    made = S3Server()
-    settings = {"ENDPOINT": f"http://127.0.0.1:{made.server_port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    kvs = S3Server()
+    settings = {"ENDPOINT": f"http://127.0.0.1:{kvs.server_port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in settings.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    yield made
-    made.close()
+    yield kvs
+    kvs.close()
 
 
 def some(count=4, **more):
@@ -93,8 +93,8 @@ def never_wrong(shared, made, **settings):
 
 def test_a_read_while_the_tiers_are_closed_gives_what_was_asked_before(connect, monkeypatch):
     """As does a read for which the system starts no more threads: the rest is encoded."""
-    shared, made = connect(), some()
-    put(shared, made)
+    shared, kvs = connect(), some()
+    put(shared, kvs)
     threads = shared._tiers[0].threads
     submit, asked = threads.submit, []
 
@@ -105,7 +105,7 @@ def test_a_read_while_the_tiers_are_closed_gives_what_was_asked_before(connect, 
         return asked[-1]
 
     monkeypatch.setattr(threads, "submit", closed)
-    assert never_wrong(shared, made) == 2
+    assert never_wrong(shared, kvs) == 2
     assert (use(shared)["hits"], use(shared)["skipped"]) == (2, 2)
 
 
@@ -125,17 +125,17 @@ def test_what_is_written_is_read_back(connect, request, monkeypatch, scheme, par
     url = {"file": None, "memory": "memory://"}.get(scheme)
     if scheme == "redis":
         url = f"redis://127.0.0.1:{request.getfixturevalue('server').port}"
-    shared, made = connect(url, secret=secret), some()
-    assert never_wrong(shared, made) == 0
-    put(shared, made)
-    put(shared, made)  # existing values are not written again
-    assert never_wrong(shared, made, shape=KVShape("bfloat16", make_kv(3).shape.layers)) == len(made)
+    shared, kvs = connect(url, secret=secret), some()
+    assert never_wrong(shared, kvs) == 0
+    put(shared, kvs)
+    put(shared, kvs)  # existing values are not written again
+    assert never_wrong(shared, kvs, shape=KVShape("bfloat16", make_kv(3).shape.layers)) == len(kvs)
     assert {name: use(shared)[name] for name in ("hits", "misses", "written", "failures", "damaged")} == {
         "hits": 4, "misses": 4, "written": 4, "failures": 0, "damaged": 0,
     }  # fmt: skip
-    assert shared.check(made)[0] | {"url": ""} == {"url": "", "present": 4, "absent": 0, "damaged": [], "error": None}
-    assert shared.delete([one.key() for one in made])
-    assert never_wrong(shared, made) == 0
+    assert shared.check(kvs)[0] | {"url": ""} == {"url": "", "present": 4, "absent": 0, "damaged": [], "error": None}
+    assert shared.delete([one.key() for one in kvs])
+    assert never_wrong(shared, kvs) == 0
     if scheme == "redis":
         assert request.getfixturevalue("server").client.dbsize() == 0  # no part remains
 
@@ -180,23 +180,23 @@ def test_a_new_schema_reads_no_old_value(connect, monkeypatch):
 
 def test_no_checksums_vllm_54363(connect, tmp_path):
     """Any flipped byte and any truncation is a miss, and the value is not fetched again."""
-    shared, made = connect(), some(1)
-    put(shared, made)
+    shared, kvs = connect(), some(1)
+    put(shared, kvs)
     [path] = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
     whole = path.read_bytes()
     damages = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
     damages += [whole[:at] for at in range(len(whole))] + [whole + b"\0"]
-    each = shared._tiers[0]
+    item = shared._tiers[0]
     for damaged in damages:
         path.write_bytes(damaged)
-        assert shared.fetch(made) == {}
-        each.denied.clear()
-        each.breaker.note(failed=False)
+        assert shared.fetch(kvs) == {}
+        item.denied.clear()
+        item.breaker.note(failed=False)
     assert use(shared)["damaged"] == len(damages)
-    shared.fetch(made)
+    shared.fetch(kvs)
     path.write_bytes(whole)
-    assert shared.fetch(made) == {}  # access denied
-    assert connect().check(made)[0]["present"] == 1
+    assert shared.fetch(kvs) == {}  # access denied
+    assert connect().check(kvs)[0]["present"] == 1
 
 
 def test_kv_layout_changed_under_the_cache_lmcache_4463_4247(connect):
@@ -210,33 +210,33 @@ def test_kv_layout_changed_under_the_cache_lmcache_4463_4247(connect):
 def test_a_failed_store_stays_visible_lmcache_4991(connect, server, monkeypatch):
     """One part is missing, as if the writer had crashed; then only other parts exist."""
     monkeypatch.setattr(tier, "PART_BYTES", 100)
-    shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
-    put(shared, made)
+    shared, kvs = connect(f"redis://127.0.0.1:{server.port}"), some()
+    put(shared, kvs)
     server.client.delete(*(name for name in server.client.scan_iter() if name.endswith(b"/1")))
-    assert shared.fetch(made) == {}
+    assert shared.fetch(kvs) == {}
     server.client.delete(*(name for name in server.client.scan_iter() if name.count(b"/") == 5))
     again = connect(f"redis://127.0.0.1:{server.port}")
-    put(again, made)
-    assert never_wrong(again, made) == 4
+    put(again, kvs)
+    assert never_wrong(again, kvs) == 4
 
 
 def test_a_value_of_which_the_server_has_evicted_a_part_is_written_again(connect, server, monkeypatch):
     monkeypatch.setattr(tier, "PART_BYTES", 100)
-    shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
-    put(shared, made)
+    shared, kvs = connect(f"redis://127.0.0.1:{server.port}"), some()
+    put(shared, kvs)
     server.client.delete(*(name for name in server.client.scan_iter() if name.endswith(b"/1")))
-    assert never_wrong(shared, made) == 0
-    put(shared, made)
-    assert never_wrong(shared, made) == 4
+    assert never_wrong(shared, kvs) == 0
+    put(shared, kvs)
+    assert never_wrong(shared, kvs) == 4
 
 
 def test_exists_is_cached_after_an_outside_delete_lmcache_4745(connect, server):
-    shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
+    shared, kvs = connect(f"redis://127.0.0.1:{server.port}"), some()
     for _ in range(2):
-        put(shared, made)
-        assert never_wrong(shared, made) == 4
+        put(shared, kvs)
+        assert never_wrong(shared, kvs) == 4
         server.client.flushall()
-        assert never_wrong(shared, made) == 0
+        assert never_wrong(shared, kvs) == 0
 
 
 class Held:
@@ -267,19 +267,19 @@ def test_deadlock_when_the_pool_is_full_lmcache_2942_2951_sglang_32455(connect, 
     the time to encode the missing chunks. The tier works again later.
     """
     clock = Clock()
-    shared, made = connect(timeout=timeout, clock=clock), some(tier.THREADS * 3)
-    put(shared, made)
+    shared, kvs = connect(timeout=timeout, clock=clock), some(tier.THREADS * 3)
+    put(shared, kvs)
     held = shared._tiers[0].tier = Held(shared._tiers[0].tier)
     for _ in range(FAILURES):
-        assert shared.fetch(made, seconds_per_token=rate) == {}
-    assert use(shared)["late"] == FAILURES * len(made)
+        assert shared.fetch(kvs, seconds_per_token=rate) == {}
+    assert use(shared)["late"] == FAILURES * len(kvs)
     assert use(shared)["open"]
-    assert shared.fetch(made) == {}
+    assert shared.fetch(kvs) == {}
     assert held.calls <= tier.THREADS * FAILURES
     held.go.set()
     clock.now += 1.0
     shared._tiers[0].config = TierConfig(url="memory://", timeout=60.0)
-    assert never_wrong(shared, made) == len(made)
+    assert never_wrong(shared, kvs) == len(kvs)
 
 
 def test_the_circuit_breaker_never_closes_again_lmcache_s3():
@@ -307,11 +307,11 @@ def test_the_circuit_breaker_never_closes_again_lmcache_s3():
 
 def test_memory_grows_with_a_slow_redis_lmcache_2017(connect, monkeypatch):
     """The queue of pending writes is bounded; further values are not written."""
-    shared, made = connect(), some(8)
-    size = next(iter(made.values())).nbytes
+    shared, kvs = connect(), some(8)
+    size = next(iter(kvs.values())).nbytes
     monkeypatch.setattr(tier, "WAITING_BYTES", 2 * size)
     held = shared._tiers[0].tier = Held()
-    for one in made.items():
+    for one in kvs.items():
         shared.offer([one])
     assert shared._waiting <= 3 * size
     assert use(shared)["skipped"] == 5
@@ -325,15 +325,15 @@ def test_s3_does_not_start_and_uploads_assert_lmcache_1961_3376(connect, monkeyp
     """An unavailable tier is a clear error, or fails and is then left alone; nothing else happens."""
     for name, value in {"ENDPOINT": "http://127.0.0.1:1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    made = some()
+    kvs = some()
     if "null" in url:
         with pytest.raises(ConfigError, match=url):
             connect(url)
         return
     shared = connect(url)
     for _ in range(FAILURES):
-        put(shared, made)
-        assert shared.fetch(made) == {}
+        put(shared, kvs)
+        assert shared.fetch(kvs) == {}
     assert use(shared)["failures"] >= FAILURES
     assert use(shared)["open"]
     assert not shared.delete([b"key"])
@@ -342,12 +342,12 @@ def test_s3_does_not_start_and_uploads_assert_lmcache_1961_3376(connect, monkeyp
 @pytest.mark.parametrize("fault", ["killed", "paused", "filled", "other data", "flipping", "stalled", "cut"])
 def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(connect, server, proxy, fault):
     """A real server with a fault: no wrong tensor, correct counts of loaded values, termination, and recovery."""
-    clock, made = Clock(), some(6)
+    clock, kvs = Clock(), some(6)
     url = f"redis://127.0.0.1:{proxy.port}"
     shared = connect(url, clock=clock, timeout=0.05 if fault in ("paused", "flipping", "stalled") else 60.0)
     with suppress(Exception):
-        put(connect(f"redis://127.0.0.1:{server.port}"), made)
-    names = [shared._tiers[0].name(one.key()) for one in made]
+        put(connect(f"redis://127.0.0.1:{server.port}"), kvs)
+    names = [shared._tiers[0].name(one.key()) for one in kvs]
     match fault:
         case "killed":
             server.kill()
@@ -367,7 +367,7 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
             for name in names:
                 server.client.set(name, server.client.get(name)[:-1])
     for _ in range(FAILURES + 1):
-        came = never_wrong(shared, made)
+        came = never_wrong(shared, kvs)
         assert came == 0 or fault == "filled"
         put(shared, some(9))
     counted = use(shared)
@@ -382,8 +382,8 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
         clock.now += 120
         shared._tiers[0].denied.clear()
         fresh = connect(url)
-        put(fresh, made)
-        assert never_wrong(fresh, made) == 6
+        put(fresh, kvs)
+        assert never_wrong(fresh, kvs) == 6
 
 
 @pytest.mark.parametrize(
@@ -392,28 +392,28 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
 )
 def test_an_object_store_with_a_fault_gives_no_wrong_tensor(connect, s3, fault):
     """Errors, truncation, stale and swapped objects: each is a miss, and terminates and recovers."""
-    clock, made = Clock(), some()
+    clock, kvs = Clock(), some()
     shared = connect("s3://bucket/folder", clock=clock, timeout=0.05 if fault == "hangs" else 60.0)
-    put(connect("s3://bucket/folder"), made)
+    put(connect("s3://bucket/folder"), kvs)
     before = dict(s3.objects)
-    assert len(before) == len(made)
+    assert len(before) == len(kvs)
     s3.fault = fault
     for _ in range(FAILURES):
-        assert never_wrong(shared, made) == (4 if fault == "overwrites" else 0)
+        assert never_wrong(shared, kvs) == (4 if fault == "overwrites" else 0)
         shared._tiers[0].denied.clear()
     if fault == "hangs":
         s3.held.set()
     if fault not in ("overwrites", "403", "500", "503", "resets"):
-        put(shared, made)
+        put(shared, kvs)
         assert s3.objects == before
     assert use(shared)["hits"] == (FAILURES * 4 if fault == "overwrites" else 0)
     assert use(shared)["open"] == (fault != "overwrites")
     s3.fault = ""
     clock.now += 120
     fresh = connect("s3://bucket/folder")
-    assert never_wrong(fresh, made) == 4
+    assert never_wrong(fresh, kvs) == 4
     assert s3.objects == before
-    assert fresh.delete([one.key() for one in made])
+    assert fresh.delete([one.key() for one in kvs])
     assert s3.objects == {}
 
 
@@ -436,25 +436,25 @@ def test_a_store_without_case_or_folders_keeps_apart_what_differs(connect, monke
         def put(self, name, value):
             return values.setdefault(fold(name), value) is value
 
-    for each, kv in zip(both, (some(), some(**changes)), strict=True):
-        each._tiers[0].tier = Folding()
-        put(each, kv)
-    for each, kv in zip(both, (some(), some(**changes)), strict=True):
-        assert never_wrong(each, kv) == 4
+    for item, kv in zip(both, (some(), some(**changes)), strict=True):
+        item._tiers[0].tier = Folding()
+        put(item, kv)
+    for item, kv in zip(both, (some(), some(**changes)), strict=True):
+        assert never_wrong(item, kv) == 4
 
 
 def test_what_a_slower_tier_has_is_promoted_to_the_faster_ones(connect, tmp_path):
     folders = [f"file://{tmp_path}/{name}" for name in ("fast", "middle", "slow")]
-    made = some()
-    put(connect(folders[2]), made)
+    kvs = some()
+    put(connect(folders[2]), kvs)
     shared = connect(*folders)
-    assert never_wrong(shared, made) == 4
+    assert never_wrong(shared, kvs) == 4
     assert shared.settle(LONG)
-    assert [each["written"] for each in shared.uses()] == [4, 4, 0]
+    assert [item["written"] for item in shared.uses()] == [4, 4, 0]
     for folder in folders[:2]:
-        assert never_wrong(connect(folder), made) == 4
-    assert never_wrong(shared, made) == 4
-    assert [each["hits"] for each in shared.uses()] == [4, 0, 4]
+        assert never_wrong(connect(folder), kvs) == 4
+    assert never_wrong(shared, kvs) == 4
+    assert [item["hits"] for item in shared.uses()] == [4, 0, 4]
     held = shared._tiers[0].tier = Held(shared._tiers[0].tier)
     shared.offer(list(some(5).items()))
     held.go.set()

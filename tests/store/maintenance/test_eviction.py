@@ -32,13 +32,13 @@ def use(of, chunk_id, **counts):
 
 def ask(store, of, chunk_id):
     """Look up KV as a question does: compute it on a miss, and record the use. Returns whether it was a hit."""
-    found = store.get_kv(of)
-    store.record_uses(use(of, chunk_id, hits=1) if found else use(of, chunk_id, misses=1))
-    if found is None:
+    result = store.get_kv(of)
+    store.record_uses(use(of, chunk_id, hits=1) if result else use(of, chunk_id, misses=1))
+    if result is None:
         put_kv(store, of, kv_of(of), chunk_id)
     else:
-        assert torch.equal(found.keys[0], kv_of(of).keys[0])
-    return found is not None
+        assert torch.equal(result.keys[0], kv_of(of).keys[0])
+    return result is not None
 
 
 def sound(store):

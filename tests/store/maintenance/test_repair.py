@@ -175,17 +175,17 @@ def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
     change = damage(library)
     library.edit(lambda txn: change(txn, library))
     damaged = library.rows()
-    found = library.store.maintenance.verify()
-    assert (kind, table) in {(finding.kind, finding.table) for finding in found.findings}
+    result = library.store.maintenance.verify()
+    assert (kind, table) in {(finding.kind, finding.table) for finding in result.findings}
     quick = library.store.maintenance.verify(quick=True)
-    assert set(quick.findings) <= set(found.findings)
+    assert set(quick.findings) <= set(result.findings)
     would = library.store.maintenance.repair(library, dry_run=True)
-    assert would.problems == found.findings
+    assert would.problems == result.findings
     assert not would.dropped
     assert library.rows() == damaged
     report = library.store.maintenance.repair(library)
     assert report.ok
-    assert report.problems == found.findings
+    assert report.problems == result.findings
     assert library.rows() == before
     assert library.store.maintenance.verify().ok
 
@@ -350,7 +350,7 @@ def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
 
 
 def test_a_document_with_a_chunk_id_of_another_goes(library):
-    theirs, kept = chunk(library, "c", 0), list(library.store.chunks("c"))
+    theirs, remaining = chunk(library, "c", 0), list(library.store.chunks("c"))
 
     def take(txn: Transaction) -> None:
         mine = parse_chunk(txn.get("chunks", library.place("a", 0)))
@@ -359,7 +359,7 @@ def test_a_document_with_a_chunk_id_of_another_goes(library):
     library.edit(take)
     report = library.store.maintenance.repair(library)
     assert report.dropped == {"a": "its chunk ids are another document's"}
-    assert list(library.store.chunks("c")) == kept
+    assert list(library.store.chunks("c")) == remaining
     assert library.store.chunk(theirs.chunk_id) == theirs
     assert library.store.maintenance.verify().ok
 

@@ -15,20 +15,20 @@ from ragkv.util.plugins import PluginRegistry
 
 
 def test_a_whole_store_is_checked_whole(library):
-    found = library.store.maintenance.verify()
-    assert found.ok
+    result = library.store.maintenance.verify()
+    assert result.ok
     # 4 + 2 + 1 chunks with one passage twice, in two encodings, and the prefix
-    assert {table: found.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
+    assert {table: result.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
         "documents": 3,
         "texts": 3,
         "chunks": 7,
         "places": 7,
         "kv": 13,
     }
-    assert found.checked["references"] == found.checked["needs"] == 15
-    assert found.checked["vectors"] == 21
-    assert found.checked["bytes"] > library.store.stats().kv_bytes
-    assert found.to_json()["ok"] is True
+    assert result.checked["references"] == result.checked["needs"] == 15
+    assert result.checked["vectors"] == 21
+    assert result.checked["bytes"] > library.store.stats().kv_bytes
+    assert result.to_json()["ok"] is True
 
 
 def test_orphans_are_counted_and_no_damage(library):
@@ -110,11 +110,11 @@ def test_pages_that_lmdb_cannot_read_are_told(library, monkeypatch):
         return keys(self, table, after=after)
 
     monkeypatch.setattr(Transaction, "keys", broken)
-    found = library.store.maintenance.verify()
-    assert [(finding.kind, finding.table) for finding in found.findings] == [("pages", "chunks")]
-    assert "restore a backup" in found.findings[0].remedy
+    result = library.store.maintenance.verify()
+    assert [(finding.kind, finding.table) for finding in result.findings] == [("pages", "chunks")]
+    assert "restore a backup" in result.findings[0].remedy
     report = library.store.maintenance.repair(library)
-    assert report.left == found.findings
+    assert report.left == result.findings
     assert not report.ok
 
 
@@ -139,15 +139,15 @@ def test_a_writer_beside_it_is_no_damage(library, monkeypatch, keys, quick):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        found, verified = [], 0
+        result, verified = [], 0
         while not failures and (verified < 4 or len(rounds) < 10):  # however rarely the writer is scheduled
-            found += library.store.maintenance.verify(quick=quick).findings
+            result += library.store.maintenance.verify(quick=quick).findings
             verified += 1
     finally:
         done.set()
         writer.join()
     assert failures == []
-    assert found == []
+    assert result == []
     assert library.store.maintenance.verify().ok
 
 
