@@ -28,7 +28,7 @@ from ragkv.cli.options import (
 from ragkv.config import CONFIG_FILE, load_config
 
 if TYPE_CHECKING:
-    from ragkv.plan import Estimate, Plan
+    from ragkv.plan import Plan
 
 
 @shared_options
@@ -97,13 +97,13 @@ def _print(plan: Plan) -> None:
     how = (
         f"all of {_bytes(corpus.source_bytes)} read"
         if corpus.read_files == corpus.files
-        else f"estimated from {corpus.read_files:,} of {corpus.files:,} files; ± is 95 % of such samples"
+        else f"estimated from {corpus.read_files:,} of {corpus.files:,} files"
     )
     echo(f"{plan.model}, {plan.parameters / 1e6:,.0f}M parameters, {plan.dtype} on {plan.device}; {how}.")
     twice = f", {1 - corpus.distinct:.0%} of them twice and stored once" if corpus.distinct < 0.995 else ""
     echo(
-        f"{corpus.documents:,.0f} documents, {_number(corpus.chunks)} chunks of at most {plan.chunk_tokens} tokens, "
-        f"{_number(corpus.tokens)} tokens{twice}."
+        f"{corpus.documents:,.0f} documents, {corpus.chunks:,.0f} chunks of at most {plan.chunk_tokens} tokens, "
+        f"{corpus.tokens:,.0f} tokens{twice}."
     )
     parts = ", ".join(f"{name} {_time(value)}" for name, value in plan.seconds.items() if value)
     rate = f"{plan.encode_tokens_per_second:,.0f} tokens/s encoded"
@@ -126,10 +126,6 @@ def _print(plan: Plan) -> None:
         echo(f"Stored KV pays: {times:,.1f} times as fast, repaid after {count(plan.repaid_after or 0, 'question')}.")
     else:
         echo("Stored KV does not pay: no question gets faster.")
-
-
-def _number(estimate: Estimate) -> str:
-    return f"{estimate.value:,.0f}" + (f" ± {estimate.spread:,.0f}" if estimate.spread else "")
 
 
 def _bytes(number: float) -> str:

@@ -93,11 +93,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingConfig:
-    """How chunks are prefilled (docs/ingest.md, "Chunks that saw their document").
-
-    `context` is the number of tokens before a chunk in its own document that it sees, besides the prompt's prefix and a
-    line with title and headings; 0: it sees the prefix alone. Engines that read `prefixed` KV then read `context` KV.
-    """
+    """How many tokens before it in its document a chunk sees (docs/ingest.md, "Chunks that saw their document")."""
 
     context: Annotated[int, Meta(ge=0, le=65536)] = 0
 
@@ -107,15 +103,7 @@ class EncodingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsConfig:
-    """Search queries that the model writes (docs/retrieval.md, "Several steps").
-
-    A question is searched for at most `count` times; 1: only with its own text. Before each search but the first, the
-    model reads the chunks and `prompt`, and writes at most `max_new_tokens` tokens, whose first line counts. The next
-    search is for `query`, with `{written}` for that line. If the model writes `enough`, no search follows.
-
-    With `rewrite`, the model first rewrites a follow-up question, only for the search, from `rewrite_prompt` with
-    `{history}` for the earlier turns.
-    """
+    """Search queries that the model writes (docs/retrieval.md, "Several steps" and "Follow-up questions")."""
 
     count: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
     prompt: Annotated[str, Meta(pattern=r"\{question\}", description="a text with {question}")] = "{question}"
@@ -134,18 +122,8 @@ class StepsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig:
-    """Limits for one document; a document beyond them is skipped with the reason (docs/ingest.md, "Limits").
-
-    `max_file` limits the size of the file, `max_memory` the memory for reading it: a number of bytes, or "512MiB".
-    `max_characters` limits its text, and its tokens. `max_seconds` limits the processor time for reading it, plus 10
-    seconds for each MiB.
-
-    `ocr` are the languages in which scanned pages and images are read, as tesseract calls them ("eng+deu"); "auto": all
-    that are installed, "none": no OCR.
-
-    `memory` is about how much the ingest itself uses besides its models: KV that waits for its document, and pages of
-    the store.
-    """
+    """Limits for one document, which is skipped with the reason if it is beyond them, and the ingest's own memory
+    (docs/ingest.md, "Limits")."""
 
     max_file: int | str = "512MiB"
     max_characters: Count = 16_000_000
@@ -154,7 +132,7 @@ class IngestConfig:
     ocr: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*$",
+            pattern=r"^[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*\Z",
             description='"auto", "none", or languages of tesseract, as in "eng+deu"',
         ),
     ] = "auto"
@@ -171,11 +149,7 @@ class IngestConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """How many questions are answered at a time (docs/questions.md).
-
-    One step of the model processes at most `batch_tokens` tokens of at most `max_sequences` sequences. A question is
-    one sequence, or with pced one per chunk. "auto" is chosen by the available memory.
-    """
+    """How many questions are answered at a time (docs/questions.md); "auto" is chosen by the available memory."""
 
     batch_tokens: _Limit = "auto"
     max_sequences: _Limit = "auto"
@@ -195,17 +169,11 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
-    """A store of KV that several machines share (docs/tiers.md).
-
-    `url` is `redis://`, `rediss://`, `unix://`, `s3://`, `gs://`, `az://`, `file:///FOLDER` or `memory://`. Indexes
-    share KV within a `namespace`. `secret` names the environment variable with the secret that hides names and
-    encrypts values. `timeout` is the longest wait of a question, `ttl` how long Redis keeps a value, both in seconds
-    (0: for ever).
-    """
+    """A store of KV that several machines share (docs/tiers.md); `timeout` and `ttl` are seconds."""
 
     url: str
     namespace: Annotated[
-        str, Meta(pattern="^[a-z0-9-]{1,64}$", description="1 to 64 lower-case letters, digits or hyphens")
+        str, Meta(pattern=r"^[a-z0-9-]{1,64}\Z", description="1 to 64 lower-case letters, digits or hyphens")
     ] = "shared"
     secret: str = ""
     timeout: Annotated[float, Meta(ge=0.001, le=60)] = 0.25
@@ -226,16 +194,11 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QdrantConfig:
-    """The Qdrant that searches an index's vectors in place of FAISS (docs/retrieval.md, "Qdrant").
-
-    `url` is `http://`, `https://` or `memory://` (this process alone); empty: FAISS. `collection` is by default
-    `ragkv-` and an id of the index. `api_key` names the environment variable with the key. `timeout` is the longest
-    wait for one request, in seconds.
-    """
+    """The Qdrant that searches an index's vectors in place of FAISS (docs/retrieval.md, "Qdrant"); no `url`: FAISS."""
 
     url: str = ""
     collection: Annotated[
-        str, Meta(pattern="^[A-Za-z0-9_-]{0,200}$", description="letters, digits, hyphens and underscores")
+        str, Meta(pattern=r"^[A-Za-z0-9_-]{0,200}\Z", description="letters, digits, hyphens and underscores")
     ] = ""
     api_key: str = ""
     timeout: Annotated[int, Meta(ge=1, le=600)] = 10

@@ -44,14 +44,6 @@ QUESTION = "What do the documents say about it?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A number and its 1.96 standard errors, which are 0 if everything was counted."""
-
-    value: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusEstimate:
     """The documents, chunks and tokens that an ingest of `files` would make, judged by the `read_files`.
 
@@ -64,8 +56,8 @@ class CorpusEstimate:
     read_files: int
     skipped: Sequence[Skipped]
     documents: float
-    chunks: Estimate
-    tokens: Estimate
+    chunks: float
+    tokens: float
     distinct: float
     read_seconds: float
 
@@ -111,32 +103,19 @@ def estimate_corpus(
         reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in [*skipped, *unread][:3])
         raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
     total = sum(source.size for source in sources)
-    sizes = [size for size, *_ in read]
+    share = 1 if len(read) == len(sources) else sum(size for size, *_ in read) / total
     estimate = CorpusEstimate(
         files=len(sources),
         source_bytes=total,
         read_files=len(read),
         skipped=[*skipped, *unread],
         documents=round(len(sources) * (1 - len(unread) / len(read))),
-        chunks=_by_size([chunks for _, chunks, _, _ in read], sizes, total, len(sources)),
-        tokens=_by_size([tokens for _, _, tokens, _ in read], sizes, total, len(sources)),
+        chunks=sum(chunks for _, chunks, _, _ in read) / share,
+        tokens=sum(tokens for _, _, tokens, _ in read) / share,
         distinct=sum(map(len, set(texts))) / sum(map(len, texts)),
-        read_seconds=sum(took for *_, took in read) * total / sum(sizes),
+        read_seconds=sum(took for *_, took in read) / share,
     )
     return estimate, texts
-
-
-def _by_size(amounts: Sequence[float], sizes: Sequence[int], total: int, files: int) -> Estimate:
-    """`total` times (sum of amounts / sum of sizes); exact if all files were read.
-
-    The spread is that of a ratio estimate without replacement (Cochran, Sampling Techniques, 6.4).
-    """
-    n, ratio = len(amounts), sum(amounts) / sum(sizes)
-    if n == files:
-        return Estimate(value=sum(amounts))
-    squares = sum((amount - ratio * size) ** 2 for amount, size in zip(amounts, sizes, strict=True))
-    error = ((1 - n / files) * squares / (n - 1) / n) ** 0.5 / (sum(sizes) / n) if n > 1 else ratio
-    return Estimate(value=total * ratio, spread=1.96 * total * error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +220,7 @@ def plan_ingest(
         first, prefill = (_first_tokens(rag, name, seconds / 6) for name in (engine, "full"))
         repeats = {"encoding": [batch.per_token["encode"] for batch in batches], engine: first, "a prefill": prefill}
         no_verdict += [sentence for what, each in repeats.items() if (sentence := disagreement(what, each))]
-        stored = corpus.tokens.value * corpus.distinct
+        stored = corpus.tokens * corpus.distinct
         scale = stored / sum(batch.tokens for batch in batches)
         kv_bytes = scale * (after.kv_bytes - before.kv_bytes)
         sizes = _record_bytes(rag, tokens_of(max(texts[:size], key=len)))

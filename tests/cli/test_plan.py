@@ -49,7 +49,7 @@ def test_text_and_json_say_the_same(ragkv, documents, model_folder, monkeypatch)
     assert ragkv(*words, "--quiet").err == ""
     shown = json.loads(ragkv(*words, "--json").out)
     assert (shown["corpus"]["documents"], shown["encodings"]) == (2, ["prefixed"])
-    assert f"2 documents, {shown['corpus']['chunks']['value']:,.0f} chunks" in result.out
+    assert f"2 documents, {shown['corpus']['chunks']:,.0f} chunks" in result.out
     assert [*shown["kv_bytes"]] == ["half", "raw", "zstd", "q8", "int8", "int4"]
     assert sum(shown["seconds"].values()) == pytest.approx(shown["total_seconds"])
     assert "Stored KV " in result.out
