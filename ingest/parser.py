@@ -157,6 +157,13 @@ def silenced(*names: str) -> Iterator[None]:
                 library.setLevel(level)
 
 
+def heading_path(path: Sequence[tuple[int, str]], level: int, words: str) -> list[tuple[int, str]]:
+    """The path of (level, words) below a heading: what stood above it at lower levels, and itself."""
+    if len(words) > _LONGEST_HEADING:
+        words = words[: _LONGEST_HEADING - 1] + "…"
+    return [*(above for above in path if above[0] < level), (level, words)]
+
+
 def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[Section]:
     """Cut a text at its headings, given in order as (offset, level, words). A section's heading is its full path."""
     sections: list[Section] = []
@@ -174,9 +181,7 @@ def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[
     for position, level, name in headings:
         if position > start:
             close(position)
-        if len(name) > _LONGEST_HEADING:
-            name = name[: _LONGEST_HEADING - 1] + "…"
-        path = [(above, words) for above, words in path if above < level] + [(level, name)]
+        path = heading_path(path, level, name)
         start = position
     if start < len(text) or not sections:
         close(len(text))
@@ -261,7 +266,7 @@ _PARSERS = {
     "text/markdown": "text:read_markdown",
     "text/html": "html:read_html",
     "application/pdf": "pdf:read_pdf",
-    **{f"image/{kind}": "pdf:read_image" for kind in ("png", "jpeg", "tiff")},
+    **{f"image/{kind}": "ocr:read_image" for kind in ("png", "jpeg", "tiff")},
     "application/sitemap+xml": "web:read_sitemap",
     **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ["docx", "xlsx", "pptx", "epub", "odt", "ods", "odp"]},
     **{_TYPES[f".{kind}"]: f"mail:read_{kind}" for kind in ("eml", "mbox")},

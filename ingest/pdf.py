@@ -1,317 +1,451 @@
-"""PDF: text page by page. Lines that were broken only by the page's width are joined again.
+"""PDF: text page by page, under the headings of its outline or of its font sizes.
 
-A table with lines around its cells becomes rows, as a sheet does (`ragkv.ingest.text`): pdfplumber finds it. If the two
-libraries see different characters, the page stays running text, so nothing is lost or read twice. How much is searched
-for tables is bounded in bytes of the pages' contents, not in time, so that a file gives the same rows on every machine.
-Pages without text, and images, are read by the program tesseract, if it is installed. It is a process of its own that
-inherits the limits of the process that reads the file (`ragkv.ingest.sandbox`).
+pdfium reads it. Its characters become lines by their places: a superscript stays in its line, columns that are drawn
+across are read one after the other, and a gap is the end of a paragraph. Lines that were broken only by the page's
+width are joined again. A table with lines around its cells becomes rows, as a sheet does (`ragkv.ingest.text`):
+pdfplumber finds it. If the two libraries see different characters, the page stays running text, so nothing is lost or
+read twice. How much is searched for tables is bounded in objects of the pages, not in time, so that a file gives the
+same rows on every machine. Pages without text are read by OCR (`ragkv.ingest.ocr`).
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import os
-import re
-import struct
-import subprocess
-import warnings
-import zlib
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.util import find_spec
-from itertools import groupby
+from ctypes import c_float
+from dataclasses import dataclass, field
+from itertools import groupby, islice, pairwise
+from math import hypot
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import install_hint
 from ragkv.ingest.charset import clean
-from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
+from ragkv.ingest.ocr import DPI, MAX_SCAN_PIXELS, MAX_SCANS, ocr_missing, recognise
+from ragkv.ingest.parser import (
+    HEADING_SEPARATOR,
+    Parsed,
+    Unreadable,
+    check_sections,
+    check_text,
+    heading_path,
+    join_sections,
+    limits,
+    silenced,
+)
 from ragkv.ingest.text import table_rows
+from ragkv.ingest.unwrap import bare_characters, unwrap, words_of
 
 if TYPE_CHECKING:
-    from pypdf import PageObject, PdfReader
+    from pypdfium2 import PdfDocument, PdfObject, PdfPage, PdfTextPage
 
 logger = logging.getLogger(__name__)
 
-# What pypdf raises for damaged files besides its own errors. Its errors.py says that "broken PDF files might cause
-# other Exceptions": a bad reference, operand or stream surfaces as one of these.
-_PDF_LEAKS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError),
-    *(RuntimeError, TypeError, ValueError, struct.error, zlib.error),
-)
 _LOCKED = "PDF is protected with a password; save it without one"
-_DRAWN = re.compile(rb"(?<=[\d\s])(?:re|l)\s")  # operators of a content stream: draw a box, draw a line
-_RULES = 3  # the fewest of these that make a table
-_BYTES_PER_SECOND = 50_000  # of contents that are searched for tables, per second that reading may take
-_LARGEST = 1 << 20  # bytes of a page's content; more is a drawing
+_DAMAGED = "damaged structure"
+_MIN_RULES = 3  # places of lines, each way, that make a table of two columns and two rows
+_OBJECTS_PER_SECOND = 20_000  # characters and paths that are searched for tables, per second that reading may take
+_MAX_PAGE_OBJECTS = 100_000  # more is a drawing
+_MIN_ALPHABET = 20  # different letters of a page that is surely read
 _MAX_EDGES = 2000  # of a page
-_MAX_CELL_CHARACTERS = 1000  # characters; more is a column of prose
-_SCANNED = "scanned pages"
-_MOST_SCANS = 500  # pages of a document that are read by OCR
-_DPI = 300
-_PIXELS = 12_000_000  # of a page for OCR; A4 at 300 dpi has 9
-_MOST_PIXELS = 80_000_000  # of an image
-_MOST_LANGUAGES = 4
-_SURE = 50.0  # the mean confidence of a page's words, of 100, below which it is taken for a photo
-_GLYPHS = {0xFB00 + i: s for i, s in enumerate(("ff", "fi", "fl", "ffi", "ffl", "st", "st"))} | {0xAD: ""}
-_LONG_WORD = re.compile(r"[A-Za-z\u00c0-\u04ff]{21,}")
-_LIST_ITEM = re.compile(r"[•▪◦‣·*–-]\s|\(?(?:\d{1,3}|[A-Za-z])[.)]\s")
+_MAX_CELL_CHARACTERS = 1000  # more is a column of prose
+_MAX_HEADING_CHARACTERS = 200
+_GAP = 0.8  # the widest space between words, in heights of the line
+_MIN_COLUMN_CHARACTERS = 20  # of its lines; a table's cells are shorter
+_LARGER = 1.08  # a heading's size in sizes of the text: 12 points over 11 are one
+_PICTURE = 0.05, 0.8  # shares of a page: a smaller picture is an ornament, a larger one is under the text
+_HYPHENS = frozenset({0x02, 0xFFFE})  # as pdfium writes them at the ends of lines
 
 
 def read_pdf(data: bytes) -> Parsed:
-    """A section for each page that has text, and one for each row of its tables; pages without text by OCR.
+    """A section for each heading of each page that has text, and one for each row of its tables.
 
-    A page that cannot be read is named in `left_out`; others are kept.
+    A page that cannot be read, and pictures and attachments, are named in `left_out`.
     """
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
+    from pypdfium2 import PdfDocument, PdfiumError
+    from pypdfium2.raw import FPDF_ERR_PASSWORD
 
-    broken = (PyPdfError, *_PDF_LEAKS)
-    left_out: list[str] = []
-    with silenced("pypdf", "pdfminer"):
-        try:
-            reader = PdfReader(io.BytesIO(data))
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise Unreadable(_LOCKED)
-            count = len(reader.pages)
-        except DependencyError as error:  # AES: most such files need no password, but they need a library to open
-            raise Unreadable(f"PDF is encrypted with AES; to read it, {install_hint('pdf')}") from error
-        except FileNotDecryptedError as error:
+    try:
+        document = PdfDocument(data)
+        check_sections(len(document))
+    except PdfiumError as error:
+        if getattr(error, "err_code", None) == FPDF_ERR_PASSWORD:
             raise Unreadable(_LOCKED) from error
-        except broken as error:
-            raise Unreadable(f"PDF cannot be read: {_sentence(error)}") from error
-        try:
-            title = str((reader.metadata and reader.metadata.title) or "").strip() or None
-        except broken:
-            title = None  # the pages may be intact although the metadata is damaged
-        check_sections(count)
-        text, sections = join_sections(_pages(reader, data, broken, left_out))
+        raise Unreadable(f"PDF cannot be read: {_DAMAGED}") from error
+    left_out: list[str] = []
+    with silenced("pdfminer"):
+        text, sections = join_sections(_parts(document, data, left_out))
     if not sections:
-        scanned = left_out and left_out[-1].startswith(_SCANNED)
-        reason = (
-            f"no text found; {left_out[-1]}" if scanned else f"PDF cannot be read: {left_out[0]}" if left_out else ""
-        )
-        raise Unreadable(reason or "no text found")
-    return Parsed(text=text, sections=sections, title=title, left_out=tuple(left_out))
+        raise Unreadable("; ".join(["no text found", *left_out[:1]]))
+    title = document.get_metadata_dict(skip_empty=True).get("Title", "").strip()
+    return Parsed(text=text, sections=sections, title=clean(title) or None, left_out=left_out)
 
 
-def _pages(
-    reader: PdfReader, data: bytes, broken: tuple[type[Exception], ...], left_out: list[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The text of each page with its number, and the rows of its tables."""
-    tables, scans = _Tables(data), _Scans(data)
-    for number, page in enumerate(reader.pages, start=1):
+class _Line:
+    """A line, or a part of one before or after a gap, in points from the left and from the top.
+
+    `follows` says that it goes on with the line before it.
+    """
+
+    def __init__(self, left: float, right: float, top: float, bottom: float, *, follows: bool) -> None:
+        self.text = ""
+        self.left, self.right, self.top, self.bottom = left, right, top, bottom
+        self.follows = follows
+        self.last = 0.0, 0.0
+        self.sizes: Counter[float] = Counter()  # of the font, by characters
+
+    @property
+    def size(self) -> float:
+        return max(self.sizes, key=self.sizes.__getitem__)
+
+    @property
+    def height(self) -> float:
+        return self.bottom - self.top
+
+    def add(self, character: str, left: float, right: float, top: float, bottom: float, size: float) -> None:
+        if (left, right) == self.last and unicodedata.bidirectional(character) == "AL":
+            self.text = self.text[:-1] + character + self.text[-1]  # of an Arabic ligature, which pdfium turns round
+        else:
+            self.text += character
+        self.last = left, right
+        self.left, self.right = min(self.left, left), max(self.right, right)
+        self.top, self.bottom = min(self.top, top), max(self.bottom, bottom)
+        self.sizes[round(size, 1)] += 1 if character.isalnum() else 0
+
+
+@dataclass(slots=True)
+class _Page:
+    """`text` has a blank line where there is a gap. `sizes` are the font sizes of its lines, 0 for blank ones, and
+    `picture` is the share of the page that the largest one takes. It may be `unnamed`: in fonts that are not in
+    the file and whose characters pdfium does not know, as old Chinese and Japanese ones."""
+
+    text: str = ""
+    sizes: list[float] = field(default_factory=list)
+    objects: int = 0
+    ruled: bool = False
+    unnamed: bool = False
+    picture: float = 0.0
+    commented: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Heading:
+    level: int
+    words: str
+
+    def begins(self, bare_lines: Sequence[str], start: int) -> bool:
+        """Whether it stands at this line, perhaps with a number before it or broken into several lines."""
+        key, seen = bare_characters(self.words), ""
+        for line in bare_lines[start : start + 4]:
+            if not (line or seen):
+                return False
+            seen += line
+            number = len(seen) - len(key)
+            if number == 0 or (len(key) > 3 and 0 < number < min(13, len(bare_lines[start]))):
+                return seen.endswith(key)
+            if number > 0:
+                return False
+        return False
+
+
+def _parts(document: PdfDocument, data: bytes, left_out: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The text under each heading of each page, and the rows of tables; what is not read is added to `left_out`.
+
+    All pages are read first, because the words and font sizes of all decide about each.
+    """
+    pages = list(_pages(document, left_out))
+    words = words_of(page.text for page in pages)
+    headings = _outline(document) or _large_lines(pages)
+    plumber, path = _Plumber(data), list[tuple[int, str]]()
+    scans, missing = list[int](), ocr_missing()
+    for number, page in enumerate(pages, start=1):
+        parts = [(page.text, dict[str, Any]())]
         try:
-            text = page.extract_text()
-            if _runs_together(text):
-                text = scans.spaced(number, text)
-            parts = tables.parts(number, page, text) or [(text, {})]
-            resources = None if text.strip() else page.get("/Resources")
-            if resources is not None and "/XObject" in resources.get_object():
-                parts = [(scans.read(number), {})]
+            if page.unnamed and (text := plumber.text(number, page)):
+                parts = [(text, {})]
+            elif page.text:
+                parts = plumber.parts(number, page) or parts
+            elif page.picture:
+                scans.append(number)
+                if not missing and len(scans) <= MAX_SCANS:
+                    parts = [(_scanned(document[number - 1]), {})]
         except Unreadable as error:
             left_out.append(f"page {number}: {error}")
-            continue
-        except broken as error:
-            left_out.append(f"page {number}: {_sentence(error)}")
-            continue
-        for part, fields in parts:
-            yield part if fields else _unwrap(part), {"page": number, **fields}
-    if scans.unread:
-        left_out.append(f"{_SCANNED} ({_numbers(scans.unread)}): {scans.reason}")
+        bare_lines = [bare_characters(line) for line in page.text.split("\n")]
+        pending = headings.get(number, [])
+        for absent in [each for each in pending if not any(each.begins(bare_lines, i) for i in range(len(bare_lines)))]:
+            path = heading_path(path, absent.level, absent.words)
+            pending.remove(absent)
+        for text, fields in parts:
+            for heading, under in [(None, text)] if fields else _under(text, pending):
+                path = heading_path(path, heading.level, heading.words) if heading else path
+                name = HEADING_SEPARATOR.join(filter(None, [*(words for _, words in path), fields.get("heading")]))
+                yield under if fields else unwrap(under, words), {"page": number, **fields, "heading": name or None}
+        for left in pending:
+            path = heading_path(path, left.level, left.words)
+    if missing or len(scans) > MAX_SCANS:
+        reason = missing or f"only {MAX_SCANS} are read; split the file"
+        left_out += _named("scanned pages", scans if missing else scans[MAX_SCANS:], reason)
+    numbered = list(enumerate(pages, start=1))
+    pictured = [number for number, page in numbered if page.text and _PICTURE[0] < page.picture < _PICTURE[1]]
+    left_out += _named("pictures", pictured, "not read")
+    left_out += _named("comments", [number for number, page in numbered if page.commented], "not read")
+    left_out += [f"attachment {document.get_attachment(i).get_name()}" for i in range(document.count_attachments())]
 
 
-class _Scans:
-    """pdfium, which renders pages for OCR and restores spaces that pypdf loses (in a font without a glyph for them,
-    pypdf guesses their width). `unread` are the pages without text that were not read, for `reason`.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._document: Any = None
-        self._count = 0
-        self.unread: list[int] = []
-        self.reason = ocr_missing()
-
-    def read(self, number: int) -> str:
-        """The text of page `number`, from 1."""
-        self._count += 1
-        if self._count > _MOST_SCANS and not self.reason:
-            self.reason = f"only {_MOST_SCANS} are read; split the file"
-        if self.reason:
-            self.unread.append(number)
-            return ""
-        page = self._page(number)
-        width, height = page.get_size()
-        scale = min(_DPI / 72, (_PIXELS / max(1.0, width * height)) ** 0.5)
-        return recognise(page.render(scale=scale, grayscale=True).to_pil(), round(72 * scale))
-
-    def spaced(self, number: int, text: str) -> str:
-        """A page's text with pdfium's spaces, wherever the two see the same characters."""
-        try:
-            pdfium_text = self._page(number).get_textpage().get_text_range()
-        except (ImportError, RuntimeError):  # it is missing, or refuses what pypdf reads
-            return text
-        pdfium_text = clean(
-            pdfium_text.replace("\ufffe", "-").replace("\x02", "-").translate(_GLYPHS)
-        )  # its hyphens at line ends
-        text = text.translate(_GLYPHS)
-        same = "".join(pdfium_text.split()) == "".join(text.split())
-        lines = {"".join(line.split()): line for line in ([pdfium_text] if same else pdfium_text.split("\n"))}
-        ends, count = set[int](), 0
-        for line in [text] if same else text.split("\n"):
-            bare = "".join(line.split())
-            position = count
-            for each in lines.get(bare, ""):
-                if each.isspace():
-                    ends.add(position)
-                else:
-                    position += 1
-            count += len(bare)
-        spaced, count, last = "", 0, " "
-        for character in text:
-            if not character.isspace():
-                spaced += " " if count in ends and not last.isspace() else ""
-                count += 1
-            last = character
-            spaced += character
-        return spaced
-
-    def _page(self, number: int) -> Any:
-        if self._document is None:
-            import pypdfium2
-
-            self._document = pypdfium2.PdfDocument(self._data)
-        return self._document[number - 1]
-
-
-def _runs_together(text: str) -> bool:
-    """Whether much of a text is in words that are too long for any language with spaces."""
-    return 20 * sum(map(len, _LONG_WORD.findall(text))) > len(text)
-
-
-def _numbers(pages: Sequence[int]) -> str:
-    """ "3, 5-9" for pages in order."""
+def _named(what: str, pages: Sequence[int], reason: str) -> list[str]:
+    """ "scanned pages (pages 3, 5-9): reason"; nothing without pages."""
     runs: list[list[int]] = []
     for page in pages:
         if runs and page == runs[-1][-1] + 1:
             runs[-1][1:] = [page]
         else:
             runs.append([page])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:20])
-    return f"page{'s' if len(pages) > 1 else ''} {shown}{', …' if len(runs) > 20 else ''}"
+    numbers = ", ".join("-".join(map(str, run)) for run in runs[:20]) + (", …" if len(runs) > 20 else "")
+    return [f"{what} (page{'s' if len(pages) > 1 else ''} {numbers}): {reason}"] if pages else []
 
 
-@cache
-def _languages() -> frozenset[str]:
-    """The languages of the installed tesseract; empty without one."""
-    try:
-        found = subprocess.run(["tesseract", "--list-langs"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return frozenset()
-    return frozenset(found.stdout.decode("utf-8", "replace").split("\n")[1:]) - {""}  # the first line is a heading
+def _pages(document: PdfDocument, left_out: list[str]) -> Iterator[_Page]:
+    from pypdfium2 import PdfiumError
+
+    size = 0
+    for index in range(len(document)):
+        try:
+            page = _page(document, index)
+        except PdfiumError:
+            left_out.append(f"page {index + 1}: {_DAMAGED}")
+            page = _Page()
+        size += len(page.text)
+        check_text(size)
+        yield page
 
 
-def ocr_missing() -> str:
-    """What to install before pictures can be read; empty if nothing is missing."""
-    wanted = limits().ocr
-    if wanted == "none":
-        return 'ingest.ocr is "none"'
-    steps = [] if _languages() - {"osd"} else ["install tesseract (apt-get install tesseract-ocr)"]
-    if not all(map(find_spec, ("PIL", "pypdfium2"))):
-        steps.append(install_hint("pdf"))
-    if steps:
-        return f"to read them, {' and '.join(steps)}"
-    lacking = set() if wanted == "auto" else set(wanted.split("+")) - _languages()
-    return f"tesseract lacks the language {', '.join(sorted(lacking))} of ingest.ocr" if lacking else ""
+def _page(document: PdfDocument, index: int) -> _Page:
+    import pypdfium2.raw as pdfium
+
+    page, result = document[index], _Page()
+    for number in range(pdfium.FPDFPage_GetAnnotCount(page)):
+        note = pdfium.FPDFPage_GetAnnot(page, number)
+        kind = pdfium.FPDFAnnot_GetSubtype(note)
+        drawn_text = kind == pdfium.FPDF_ANNOT_FREETEXT and pdfium.FPDFAnnot_HasKey(note, b"AP")
+        result.commented |= kind in (pdfium.FPDF_ANNOT_TEXT, pdfium.FPDF_ANNOT_FREETEXT) and not drawn_text
+        pdfium.FPDFPage_CloseAnnot(note)
+    if (
+        pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS
+    ):  # what is written into a form becomes text of the page
+        page = document[index]
+    textpage = page.get_textpage()
+    lines = _in_reading_order([line for line in _lines(textpage, page.get_rotation()) if line.sizes])
+    steps = [(above, below, below.top - above.bottom) for above, below in pairwise(lines) if below.top > above.top]
+    prose = [gap for above, below, gap in steps if min(len(above.text), len(below.text)) > _MIN_COLUMN_CHARACTERS]
+    usual_gap = median(prose or [gap for *_, gap in steps] or [0.0])
+    texts: list[str] = []
+    above: _Line | None = None
+    for line in lines:
+        if above is not None and line.follows:
+            texts[-1] += f" {line.text}"
+            continue
+        if above is not None:
+            gap = line.top - above.bottom > usual_gap + 0.5 * line.height
+            if gap or not above.size / _LARGER < line.size < above.size * _LARGER:
+                texts.append("")
+                result.sizes.append(0.0)
+        texts.append(line.text)
+        result.sizes.append(line.size if line.height < 2 * line.size else 0.0)  # text that runs up is no heading
+        above = line
+    utf_16 = "\n".join(texts).encode("utf-16-le", "surrogatepass")  # pdfium gives characters beyond U+FFFF as two
+    result.text = clean(utf_16.decode("utf-16-le", "replace"))
+    whole = max(1.0, page.get_width() * page.get_height())
+    kinds = [pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_PATH, pdfium.FPDF_PAGEOBJ_TEXT]
+    texts_drawn, columns, rows = Counter[bool](), set[int](), set[int]()
+    for drawn in islice(page.get_objects(kinds), _MAX_PAGE_OBJECTS):
+        if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
+            texts_drawn[pdfium.FPDFTextObj_GetText(drawn, textpage, None, 0) > 2] += 1  # bytes, with the NUL
+        elif drawn.type == pdfium.FPDF_PAGEOBJ_PATH:
+            for x, y in _corners(drawn):
+                columns.add(round(x))
+                rows.add(round(y))
+        else:
+            left, bottom, right, top = drawn.get_bounds()
+            result.picture = max(result.picture, 1e-9, (right - left) * (top - bottom) / whole)
+    result.ruled = min(len(columns), len(rows)) >= _MIN_RULES
+    result.objects = texts_drawn.total() + len(columns) + len(result.text)
+    result.unnamed = 4 * texts_drawn[False] > texts_drawn.total()
+    return result
 
 
-def recognise(image: Any, dpi: int) -> str:
-    """The lines of a grey picture (PIL) by tesseract; empty if it is not sure to see text."""
-    wanted = limits().ocr
-    if wanted == "auto":  # all that are installed, unless those are all that exist
-        found = sorted(name for name in _languages() if name != "osd" and "/" not in name)
-        wanted = "+".join(found if len(found) <= _MOST_LANGUAGES or "eng" not in found else ["eng"])
-    turned = "1" if "osd" in _languages() else "3"  # page segmentation that also detects rotated pages
-    picture = b"P5 %d %d 255 " % image.size + image.tobytes()
-    done = subprocess.run(
-        ["tesseract", "stdin", "stdout", "-l", wanted, "--dpi", str(max(70, dpi)), "--psm", turned, "tsv"],
-        input=picture,
-        capture_output=True,
-        env={**os.environ, "OMP_THREAD_LIMIT": "1"},
-    )
-    if done.returncode:
-        raise Unreadable(f"OCR failed (tesseract ended with {done.returncode})")
-    lines: dict[tuple[str, ...], list[str]] = {}
-    sure: list[float] = []
-    for row in done.stdout.decode("utf-8", "replace").split("\n")[1:]:
-        fields = row.split("\t")
-        if len(fields) == 12 and fields[11].strip() and float(fields[10]) >= 0:
-            sure.append(float(fields[10]))
-            lines.setdefault(tuple(fields[1:5]), []).append(fields[11].strip())
-    if not sure or sum(sure) / len(sure) < _SURE:
-        return ""
-    paragraphs = groupby(lines, lambda line: line[:3])
-    return "\n\n".join("\n".join(" ".join(lines[line]) for line in inside) for _, inside in paragraphs)
+def _corners(path: PdfObject) -> Iterator[tuple[float, float]]:
+    """The corners of a path: of its box, and of its parts if it is more than one box, as a whole grid may be."""
+    import pypdfium2.raw as pdfium
+
+    left, bottom, right, top = path.get_bounds()
+    yield from ((left, bottom), (right, top))
+    x, y = c_float(), c_float()
+    segments = pdfium.FPDFPath_CountSegments(path)
+    for index in range(segments if segments > 5 else 0):
+        if pdfium.FPDFPathSegment_GetPoint(pdfium.FPDFPath_GetPathSegment(path, index), x, y):
+            yield x.value, y.value
 
 
-def read_image(data: bytes) -> Parsed:
-    """The text of a picture, or of each page of a TIFF, by OCR."""
-    if missing := ocr_missing():
-        raise Unreadable(f"it is a picture; {missing}")
-    from PIL import Image, ImageOps, UnidentifiedImageError
+def _lines(text: PdfTextPage, rotation: int) -> Iterator[_Line]:
+    """The lines of a page in the order in which they were written, cut at gaps.
 
-    pages: list[tuple[str, dict[str, Any]]] = []
-    left_out: list[str] = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
-            count = getattr(image, "n_frames", 1)
-            if count > _MOST_SCANS:
-                left_out.append(f"pages {_MOST_SCANS + 1}-{count}: only {_MOST_SCANS} are read; split the file")
-            for number in range(min(count, _MOST_SCANS)):
-                image.seek(number)
-                if image.width * image.height > _MOST_PIXELS:
-                    raise Unreadable(f"it has more than {_MOST_PIXELS:,} pixels")
-                page = ImageOps.exif_transpose(image).convert("L")
-                scale = min(1.0, (_PIXELS / (page.width * page.height)) ** 0.5)
-                page = page.resize((max(1, int(page.width * scale)), max(1, int(page.height * scale))))
-                text = _unwrap(recognise(page, round(_DPI * scale)))
-                pages.append((text, {"page": number + 1} if count > 1 else {}))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Unreadable(f"it has more than {_MOST_PIXELS:,} pixels") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise Unreadable(f"picture cannot be read: damaged structure ({type(error).__name__})") from error
-    text, sections = join_sections(pages)
-    return Parsed(text=text, sections=sections, left_out=left_out)
+    pdfium ends a line where the baseline changes. A superscript or subscript goes on with it here.
+    """
+    import pypdfium2.raw as pdfium
+
+    box, matrix = pdfium.FS_RECTF(), pdfium.FS_MATRIX()
+    line: _Line | None = None
+    ended = False
+    for index in range(text.count_chars()):
+        code = pdfium.FPDFText_GetUnicode(text, index)
+        if code in (0x0A, 0x0D):
+            ended = True
+            continue
+        hyphen = code in _HYPHENS or pdfium.FPDFText_IsHyphen(text, index) == 1
+        if not hyphen and pdfium.FPDFText_IsGenerated(text, index) == 1:
+            if line is not None:
+                line.text += chr(code)
+            continue
+        pdfium.FPDFText_GetLooseCharBox(text, index, box)
+        pdfium.FPDFText_GetMatrix(text, index, matrix)
+        left, right, top, bottom = _shown(box, rotation)
+        size = pdfium.FPDFText_GetFontSize(text, index) * hypot(matrix.c, matrix.d)
+        if line is not None:
+            gap, height = left - line.right, min(bottom - top, line.height)
+            if ended:
+                level = min(bottom, line.bottom) - max(top, line.top) > height / 2 and line.height < 2 * line.size
+                ended = not (level and -0.5 * line.height < gap < _GAP * height)
+                if not ended and gap > 0.15 * height and not line.text.endswith(" "):
+                    line.text += " "
+            if ended or gap > _GAP * height:
+                yield line
+                line = _Line(left, right, top, bottom, follows=not ended)
+        if line is None:
+            line = _Line(left, right, top, bottom, follows=False)
+        line.add("-" if hyphen else chr(code), left, right, top, bottom, size)
+        ended = hyphen
+    if line is not None:
+        yield line
 
 
-class _Tables:
-    """The tables of a document's pages, which pdfplumber finds by the lines around their cells."""
+def _shown(box: Any, rotation: int) -> tuple[float, float, float, float]:
+    """Left, right, top and bottom of a box of a page, which is displayed with this rotation (degrees clockwise)."""
+    if rotation == 90:
+        return box.bottom, box.top, box.left, box.right
+    if rotation == 180:
+        return -box.right, -box.left, box.bottom, box.top
+    if rotation == 270:
+        return -box.top, -box.bottom, -box.right, -box.left
+    return box.left, box.right, -box.top, -box.bottom
+
+
+def _in_reading_order(lines: list[_Line]) -> list[_Line]:
+    """Lines of two columns of prose that were written across are put one column after the other.
+
+    Most files write one column after the other, and tables row by row, so the order changes only if the lines switch
+    sides all the time and are as long as those of prose.
+    """
+    if not lines:
+        return lines
+    edges = min(line.left for line in lines), max(line.right for line in lines)
+    middle = (edges[0] + edges[1]) / 2
+    columns = [[line for line in lines if line.right <= middle], [line for line in lines if line.left >= middle]]
+    if min(median([len(line.text) for line in column] or [0]) for column in columns) < _MIN_COLUMN_CHARACTERS:
+        return lines
+    sides = [line.left >= middle for line in lines if line.right <= middle or line.left >= middle]
+    if sum(a != b for a, b in pairwise(sides)) < min(map(len, columns)):
+        return lines
+    ordered: list[_Line] = []
+    for across, band in groupby(lines, lambda line: line.left < middle < line.right):
+        ordered += band if across else sorted(band, key=lambda line: (line.left >= middle, line.top))  # noqa: B031
+    for line in ordered:
+        line.follows = False
+    return ordered
+
+
+def _outline(document: PdfDocument) -> dict[int, list[_Heading]]:
+    """The headings of the document's outline, by page."""
+    headings: dict[int, list[_Heading]] = {}
+    for count, entry in enumerate(document.get_toc(), start=1):
+        check_sections(count)
+        dest, words = entry.get_dest(), " ".join(clean(entry.get_title()).split())
+        number = None if dest is None else dest.get_index()
+        if number is not None and words:
+            headings.setdefault(number + 1, []).append(_Heading(entry.level, words))
+    return headings
+
+
+def _large_lines(pages: Sequence[_Page]) -> dict[int, list[_Heading]]:
+    """Lines in a larger font than most of the text, by page: at most three of one size in a row.
+
+    A size whose text is mostly longer than that is not one of headings. What stands on many pages is a running head.
+    """
+    sizes: Counter[float] = Counter()
+    short: Counter[float] = Counter()
+    candidates: list[tuple[int, float, str]] = []
+    for number, page in enumerate(pages, start=1):
+        lines = zip(page.sizes, page.text.split("\n"), strict=False)
+        for size, group in groupby((line for line in lines if line[1]), lambda line: line[0]):
+            texts = [text for _, text in group]
+            words = " ".join(" ".join(texts).split())
+            sizes[size] += len(words)
+            if len(texts) <= 3 and len(words) <= _MAX_HEADING_CHARACTERS:
+                short[size] += len(words)
+                if sum(map(str.isalpha, words)) >= 2:
+                    candidates.append((number, size, words))
+    usual = max(sizes, key=sizes.__getitem__, default=0.0)
+    large = sorted((size for size in sizes if size > _LARGER * usual and 2 * short[size] > sizes[size]), reverse=True)
+    times = Counter(bare_characters(words) for _, size, words in candidates)
+    headings: dict[int, list[_Heading]] = {}
+    for number, size, words in candidates:
+        if size in large and times[bare_characters(words)] <= max(2, len(pages) // 4):
+            headings.setdefault(number, []).append(_Heading(large.index(size), words))
+    return headings
+
+
+def _under(text: str, pending: list[_Heading]) -> Iterator[tuple[_Heading | None, str]]:
+    """A text cut at the lines that begin one of the headings, which is taken from `pending`."""
+    lines = text.split("\n")
+    bare_lines = [bare_characters(line) for line in lines]
+    heading, first = None, 0
+    for start in range(len(lines)) if pending else ():
+        following = next((other for other in pending if other.begins(bare_lines, start)), None)
+        if following is not None:
+            yield heading, "\n".join(lines[first:start])
+            pending.remove(following)
+            heading, first = following, start
+    yield heading, "\n".join(lines[first:])
+
+
+def _scanned(page: PdfPage) -> str:
+    width, height = page.get_size()
+    scale = min(DPI / 72, (MAX_SCAN_PIXELS / max(1.0, width * height)) ** 0.5)
+    picture = page.render(scale=scale, grayscale=True).to_numpy()
+    return recognise(picture.shape[1], picture.shape[0], picture.tobytes(), round(72 * scale))
+
+
+class _Plumber:
+    """pdfplumber, which finds the tables of pages by the lines around their cells."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._left = limits().seconds_for(len(data)) * _BYTES_PER_SECOND
+        self._left = limits().seconds_for(len(data)) * _OBJECTS_PER_SECOND
         self._document: Any = None
 
-    def parts(self, number: int, page: PageObject, text: str) -> list[tuple[str, dict[str, Any]]]:
+    def parts(self, number: int, page: _Page) -> list[tuple[str, dict[str, Any]]]:
         """The texts between the tables of page `number` (from 1) and their rows.
 
-        Empty if there is no table, or if pdfplumber reads other characters than `text`, so that nothing is lost.
+        Empty if there is no table, or if pdfplumber reads other characters, so that nothing is lost.
         """
-        content = page.get_contents()
-        drawn = b"" if content is None else content.get_data()
-        if len(drawn) > min(_LARGEST, self._left) or len(_DRAWN.findall(drawn)) < _RULES:
+        if not page.ruled or page.objects > min(_MAX_PAGE_OBJECTS, self._left):
             return []
-        self._left -= len(drawn)
+        self._left -= page.objects
         try:
-            import pdfplumber
-
-            self._document = self._document or pdfplumber.open(io.BytesIO(self._data))
-            plumbed = self._document.pages[number - 1]
+            plumbed = self._page(number)
             for curve in plumbed.curves:  # a rotated page's rectangles slant in the last digits
                 curve["pts"] = [(round(x, 1), round(y, 1)) for x, y in curve["pts"]]
             own: Counter[str] = Counter()
@@ -319,12 +453,31 @@ class _Tables:
             plumbed.close()
         except MemoryError:
             raise
-        except Exception:  # pdfplumber is missing, or refuses what pypdf reads
+        except Exception:  # pdfplumber is missing, or refuses what pdfium reads
             logger.debug("tables of page %d", number, exc_info=True)
             return []
-        seen = _characters(text)
+        seen = Counter(bare_characters(page.text))
         differ = (seen - own).total() + (own - seen).total()
         return parts if any(fields for _, fields in parts) and differ <= 2 + 0.03 * seen.total() else []
+
+    def text(self, number: int, page: _Page) -> str:
+        """The text of page `number`, if pdfplumber knows many more of its characters than pdfium; else empty."""
+        letters = set(filter(str.isalpha, page.text))
+        try:
+            text = str(self._page(number).extract_text())
+        except Exception as error:
+            logger.debug("text of page %d", number, exc_info=True)
+            if len(letters) > _MIN_ALPHABET:
+                return ""
+            remedy = f"; to read it, {install_hint('pdf')}" if isinstance(error, ImportError) else ""
+            raise Unreadable(f"its fonts do not name their characters{remedy}") from error
+        return text if len(set(filter(str.isalpha, text))) > 1.3 * len(letters) + 5 else ""
+
+    def _page(self, number: int) -> Any:
+        import pdfplumber
+
+        self._document = self._document or pdfplumber.open(io.BytesIO(self._data))
+        return self._document.pages[number - 1]
 
 
 def _between_tables(page: Any, characters: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -339,7 +492,7 @@ def _between_tables(page: Any, characters: Counter[str]) -> Iterator[tuple[str, 
             continue  # a frame or a drawing
         number += 1
         yield _text_between(page, top, table.bbox[1], characters), {}
-        characters.update(_characters("".join(filled)))
+        characters.update(bare_characters("".join(filled)))
         for place, text in table_rows(list(enumerate(rows, start=1))):
             yield text, {"heading": f"table {number}, {place}", "alone": True}
         top = table.bbox[3]
@@ -351,50 +504,10 @@ def _text_between(page: Any, top: float, bottom: float, characters: Counter[str]
         return bool(thing["object_type"] == "char" and top <= (thing["top"] + thing["bottom"]) / 2 < bottom)
 
     text = str(page.filter(within).extract_text(x_tolerance_ratio=0.15))
-    characters.update(_characters(text))
+    characters.update(bare_characters(text))
     return text
 
 
 def _flat(cell: str) -> str:
     """A cell's text on one line; a word that was hyphenated at a line's end is joined."""
-    return " ".join(_unwrap(cell).split())
-
-
-def _characters(text: str) -> Counter[str]:
-    return Counter(each for each in text.translate(_GLYPHS) if each.isalnum())
-
-
-def _sentence(error: BaseException) -> str:
-    """pypdf's message without memory addresses; messages of other errors mean nothing to a user."""
-    if isinstance(error, MemoryError):
-        return limits().too_much_memory()
-    if not type(error).__module__.startswith("pypdf"):
-        return f"damaged structure ({type(error).__name__})"
-    words = re.sub(r"IndirectObject\((\d+), (\d+), \d+\)|0x[0-9a-f]{6,}", r"object \1 \2", str(error))
-    return " ".join(words.split()).rstrip(".")[:200] or type(error).__name__
-
-
-def _unwrap(text: str) -> str:
-    """Join lines broken by the page's width: a full line continues, a short one ends its paragraph."""
-    lines = [" ".join(line.translate(_GLYPHS).split()) for line in clean(text).split("\n")]
-    lengths = sorted(len(line) for line in lines if line)
-    if not lengths:
-        return ""
-    full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # the 90th percentile approximates the column's width
-    parts: list[str] = []
-    previous = ""
-    for line in lines:
-        if not line or not previous or _LIST_ITEM.match(line):
-            separator = "\n" if line and previous else ""
-            if not line and previous:
-                separator = "\n\n"
-        elif re.search(r"[^\W\d_]-$", previous) and line[0].islower():
-            parts[-1] = parts[-1][:-1]  # a word hyphenated at the line's end
-            separator = ""
-        elif len(previous) >= full:
-            separator = " "
-        else:
-            separator = "\n\n" if previous[-1] in ".!?:。！？" else "\n"
-        parts += [separator, line]
-        previous = line
-    return "".join(parts).strip()
+    return " ".join(unwrap(cell).split())

@@ -22,7 +22,7 @@ LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seco
 REASONS = {
     "attributes.docx": "more than 3,000,000 elements",
     "merged.docx": "longer than 1,000,000 characters",
-    "loop.pdf": "PDF cannot be read",
+    "loop.pdf": "page 1: damaged structure",
     "spans.html": "",
     "tag.html": "more than 5,000 attributes",
     "tag-utf16.html": "more than 5,000 attributes",
