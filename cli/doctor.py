@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,9 +41,9 @@ from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.doctor.metrics import MetricValue
-    from ragkv.doctor.report import Environment, JudgedModel, ModelState, Quality
+    from ragkv.doctor.health import ModelState
     from ragkv.doctor.tune import APESetting, Search
+    from ragkv.doctor.verdicts import MetricValue, Quality
     from ragkv.pipeline import RagKV
     from ragkv.store import StoreStats, Verification
 
@@ -55,6 +55,28 @@ _USES = {
     None: "not enough to tell whether the model can use them; ask more questions with gold answers (--questions)",
 }
 
+# also those of `benchmarks/evaluation`
+QUESTIONS = 'JSONL file: {"question": …, "answers": […]}'
+
+
+def engines_option(unset: str | bool = True) -> Any:
+    return typer.Option(
+        "--engines",
+        help='Engines, with options in parentheses: "block(over=standalone),pced(gamma=0)".',
+        show_default=unset,
+        autocompletion=engine_lists,
+    )
+
+
+def codecs_option(about: str, unset: str | bool = True) -> Any:
+    return typer.Option("--codecs", help=about, show_default=unset, autocompletion=codec_lists)
+
+
+Limit = Annotated[int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")]
+TopK = Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of all that is drawn: questions, halves, intervals.")]
+
 
 def doctor(
     index: Index = DEFAULT_INDEX,
@@ -64,29 +86,16 @@ def doctor(
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option(
-            help='JSONL file: {"question": …, "answers": […]}, answers optional.',
-            show_default="made from the index's chunks",
-        ),
+        typer.Option(help=f"{QUESTIONS}, answers optional.", show_default="made from the index's chunks"),
     ] = None,
-    engines: Annotated[
-        str | None,
-        typer.Option(
-            help='Engines to judge, with options in parentheses: "block(over=standalone),pced".',
-            show_default="the index's, and those that could replace them",
-            autocompletion=engine_lists,
-        ),
-    ] = None,
-    codecs: Annotated[
-        str | None,
-        typer.Option(help="Codecs to judge; `none` for none.", show_default="all", autocompletion=codec_lists),
-    ] = None,
+    engines: Annotated[str | None, engines_option("the index's, and those that could replace them")] = None,
+    codecs: Annotated[str | None, codecs_option("Codecs to judge; `none` for none.", "all")] = None,
     limit: Annotated[
         int, typer.Option(help="Ask at most this many questions; the verdict `good` needs about sixty.", min=1)
     ] = 100,
-    top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the draw of questions.")] = 0,
+    top_k: TopK = None,
+    max_new_tokens: MaxNewTokens = 64,
+    seed: Seed = 0,
     quick: Annotated[
         bool,
         typer.Option(
@@ -111,179 +120,120 @@ def doctor(
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
-    from ragkv.doctor.io import (
-        Spec,
-        keep_quality,
-        made_questions,
-        parse_specs,
-        read_questions,
-    )
-    from ragkv.doctor.metrics import draw_sample
-    from ragkv.doctor.report import (
-        Doctor,
-        Environment,
-        JudgedModel,
-        compared_engines,
-        models_present,
-        remedies,
-    )
+    from ragkv.doctor.health import Environment, models_present, remedies
+    from ragkv.doctor.questions import draw_sample, made_questions, read_questions
+    from ragkv.doctor.report import Doctor, compared_engines
     from ragkv.doctor.retrieval import judged_questions, measure_retrieval, names_gold
+    from ragkv.doctor.specs import Spec, parse_specs
     from ragkv.engines import engine_class
+    from ragkv.index.quality import keep_quality
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config, codec_names
 
-    asked_for = any(given is not None for given in (model, questions, engines, codecs)) or quick
-    if health and asked_for:
+    compares = any(value is not None for value in (model, questions, engines, codecs)) or quick
+    if health and compares:
         raise UsageError("--health compares nothing; leave out the options of the comparison, or --health.")
-    judged = None if engines is None else parse_specs(engines)
+    specs = None if engines is None else compared_engines(parse_specs(engines))
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
-    for spec in judged or ():
+    for spec in specs or ():
         engine_class(spec.name)
-    if judged is not None:
-        compared_engines(judged)
     for codec in coded or ():
         codec_from_config({"id": codec})
-    read = None if questions is None else read_questions(questions)
+    file = None if questions is None else read_questions(questions)
     environment = Environment.look()
-    if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
-        status = _Found(
-            environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."]
-        )
-        if as_json:
-            print_json(status.to_json())
-        else:
-            status.show()
+    report: dict[str, Any] = {
+        "environment": asdict(environment), "index": None, "model": None, "todo": [], "quality": None, "kept": False
+    }  # fmt: skip
+    table = facts(width=_NAMES)
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items()))
+    table.add_row("devices", "; ".join(environment.devices))
+    if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not compares:
+        _add_models(table, report, models_present(None))
+        report["todo"] = [f"There is no index here: ragkv ingest PATH makes {index}."]
+        _add_todo(table, report)
+        print_json(report) if as_json else draw(table)
         return
     with RagKV.open(index, device=device) as rag:
         stats = rag.store.stats()
-        status = _Found(environment, models_present(rag.config), [], index=index, stats=stats)
+        _add_models(table, report, models := models_present(rag.config))
+        table.add_row("index", f"{index}: {_contents(stats)}")
         if not as_json:
-            status.show()
+            draw(table)
         with progress_bar(quiet or as_json) as on_progress:
-            status.verified = rag.maintenance.verify(quick=True, on_progress=on_progress)
-        status.todo = _remedies(rag, status)
+            verified = rag.maintenance.verify(quick=True, on_progress=on_progress)
+        report["index"] = {"folder": str(index), **asdict(stats), "health": verified.to_json()}
+        report["todo"] = [*remedies(stats, None), *_remedies(rag, stats, verified, models)]
+        table = facts(width=_NAMES)
+        state = "no damage" if verified.ok else count(len(verified.findings), "finding")
+        table.add_row("health", f"{state} (KV payloads not read: ragkv verify reads them)")
+        for name, derived in verified.derived.items():
+            table.add_row("", f"{name} index: {derived}")
+        if health:
+            _add_todo(table, report)
         if not as_json:
-            status.show_health(todo=health)
+            draw(table)
         if health:
             if as_json:
-                print_json(status.to_json())
+                print_json(report)
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
-            judged = judged or [Spec(name) for name in rag.config.engines]
+            specs = specs or [Spec(name) for name in rag.config.engines]
         if coded is None:
             coded = [rag.config.codec] if quick else codec_names()
         if not stats.chunks:
             raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
-        examination = Doctor(
-            rag,
-            model,
-            engines=judged,
-            codecs=coded,
-            top_k=top_k,
-            max_new_tokens=max_new_tokens,
-            device=device,
-        )
-        subject = JudgedModel.of(examination.subject)
-        status.todo = list(dict.fromkeys([*remedies(stats, examination.subject), *status.todo]))
+        judge = Doctor(rag, model, engines=specs, codecs=coded, top_k=top_k, max_new_tokens=max_new_tokens)
+        report["model"] = judge.reader.to_json()
+        report["todo"] = list(dict.fromkeys([*remedies(stats, judge.reader), *report["todo"]]))
         if not as_json:
-            _show_model(subject, status.todo)
+            _show_model(report)
         gold = None
         if questions is not None and names_gold(questions):
             try:
                 gold = judged_questions(questions, rag.store)
             except RetrievalError as error:
                 note(str(error))
-        asked = made_questions(rag.store, limit, seed) if read is None else draw_sample(read, limit, seed)
-        source = "made from the index's own chunks" if read is None else str(questions)
+        asked = made_questions(rag.store, limit, seed) if file is None else draw_sample(file, limit, seed)
+        source = "made from the index's own chunks" if file is None else str(questions)
         with steps("doctor", silent=quiet or as_json) as on_progress:
-            judged_modes = () if gold is None else measure_retrieval(rag, gold.sample(limit, seed), seed=seed)
-            quality = examination.examine(
-                asked, source=source, seed=seed, retrieval=judged_modes, on_progress=on_progress
-            )
-        is_stored = True
+            modes = () if gold is None else measure_retrieval(rag, gold.sample(limit, seed), seed=seed)
+            quality = judge.examine(asked, source=source, seed=seed, retrieval=modes, on_progress=on_progress)
+        report |= {"quality": quality.to_json(), "kept": True}
         try:
-            keep_quality(rag.store, quality.to_json())
+            keep_quality(rag.store, report["quality"])
         except StoreError as error:
-            is_stored = False
+            report["kept"] = False
             note(f"The verdicts are not kept in the index: {error}")
         if as_json:
-            print_json({**status.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": is_stored})
+            print_json(report)
         else:
             _show_quality(quality)
             _show_retrieval(quality.retrieval)
             _show_conversation(quality, rag.config.history)
 
 
-@dataclass(slots=True)
-class _Found:
-    """The findings that need no model; each is shown as soon as it is known."""
-
-    environment: Environment
-    models: tuple[ModelState, ...]
-    todo: list[str]
-    index: Path | None = None
-    stats: StoreStats | None = None
-    verified: Verification | None = None
-
-    def show(self) -> None:
-        table = facts(width=_NAMES)
-        versions = ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())
-        table.add_row("versions", versions)
-        table.add_row("devices", "; ".join(self.environment.devices))
-        for number, one in enumerate(self.models):
-            weighs = "" if one.bytes is None else f", {size(one.bytes)}"
-            table.add_row("" if number else "models", f"{one.role} {one.name}: {one.state} ({one.what}{weighs})")
-        if self.stats is not None:
-            stats = self.stats
-            table.add_row(
-                "index",
-                f"{self.index}: {count(stats.documents, 'document')}, {count(stats.chunks, 'chunk')}, "
-                f"{count(stats.tokens, 'token')}; {count(stats.kv_records, 'KV record')}, {size(stats.kv_bytes)}",
-            )
-        else:
-            _todo(table, self.todo)
-        draw(table)
-
-    def show_health(self, *, todo: bool) -> None:
-        assert self.verified is not None
-        table, found = facts(width=_NAMES), self.verified
-        state = "no damage" if found.ok else count(len(found.findings), "finding")
-        table.add_row("health", f"{state} (KV payloads not read: ragkv verify reads them)")
-        for name, derived in found.derived.items():
-            table.add_row("", f"{name} index: {derived}")
-        if todo:
-            _todo(table, self.todo)
-        draw(table)
-
-    def to_json(self) -> dict[str, Any]:
-        held: dict[str, Any] | None = None
-        if self.stats is not None and self.verified is not None:
-            held = {"folder": str(self.index), **asdict(self.stats), "health": self.verified.to_json()}
-        environment = {**asdict(self.environment), "models": [asdict(one) for one in self.models]}
-        return {
-            "environment": environment,
-            "index": held,
-            "model": None,
-            "todo": self.todo,
-            "quality": None,
-            "kept": False,
-        }
+def _add_models(table: Table, report: dict[str, Any], models: Sequence[ModelState]) -> None:
+    report["environment"]["models"] = [asdict(model) for model in models]
+    for number, model in enumerate(models):
+        weighs = "" if model.bytes is None else f", {size(model.bytes)}"
+        table.add_row("" if number else "models", f"{model.role} {model.name}: {model.state} ({model.what}{weighs})")
 
 
-def _remedies(rag: RagKV, status: _Found) -> list[str]:
+def _contents(stats: StoreStats) -> str:
+    held = (count(stats.documents, "document"), count(stats.chunks, "chunk"), count(stats.tokens, "token"))
+    return f"{', '.join(held)}; {count(stats.kv_records, 'KV record')}, {size(stats.kv_bytes)}"
+
+
+def _remedies(rag: RagKV, stats: StoreStats, verified: Verification, models: Sequence[ModelState]) -> list[str]:
     """Advice that can be given without loading a model."""
-    from ragkv.doctor.report import remedies
-
-    assert status.stats is not None
-    assert status.verified is not None
-    todo = remedies(status.stats, None)
-    if not status.verified.ok:
-        findings = count(len(status.verified.findings), "finding")
-        todo.append(f"{findings} in the index: ragkv verify --index {status.index} names them; run ragkv repair.")
-    todo += [f"The {one.role} {one.name}: {one.what}" for one in status.models if one.state == "missing"]
-    fetched = {one.role for one in status.models if one.state == "here" and one.name == rag.config.embedder}
-    if status.stats.chunks and "embedder" in fetched:  # checking a model that is not on this machine would download it
+    todo = []
+    if not verified.ok:
+        findings = count(len(verified.findings), "finding")
+        todo.append(f"{findings} in the index: ragkv verify --index {rag.folder} names them; run ragkv repair.")
+    todo += [f"The {model.role} {model.name}: {model.what}" for model in models if model.state == "missing"]
+    here = {model.role for model in models if model.state == "here" and model.name == rag.config.embedder}
+    if stats.chunks and "embedder" in here:  # checking a model that is not on this machine would download it
         try:
             rag.index.encoders.require_same_embedder()
         except RagkvError as error:
@@ -291,20 +241,20 @@ def _remedies(rag: RagKV, status: _Found) -> list[str]:
     return todo
 
 
-def _show_model(judged: JudgedModel, todo: list[str]) -> None:
-    table = facts(width=_NAMES)
+def _show_model(report: dict[str, Any]) -> None:
+    model, table = report["model"], facts(width=_NAMES)
     table.add_row(
         "model",
-        f"{judged.model}: {judged.parameters / 1e6:,.1f}M parameters, {judged.dtype}, {judged.device}, "
-        f"fingerprint {judged.fingerprint[:12]}, "
-        + ("the one that made the index" if judged.same else "not the one that made the index"),
+        f"{model['model']}: {model['parameters'] / 1e6:,.1f}M parameters, {model['dtype']}, {model['device']}, "
+        f"fingerprint {model['fingerprint'][:12]}, "
+        + ("the one that made the index" if model["same"] else "not the one that made the index"),
     )
-    _todo(table, todo)
+    _add_todo(table, report)
     draw(table)
 
 
-def _todo(table: Table, todo: list[str]) -> None:
-    for number, sentence in enumerate(todo or ["nothing"]):
+def _add_todo(table: Table, report: dict[str, Any]) -> None:
+    for number, sentence in enumerate(report["todo"] or ["nothing"]):
         table.add_row("" if number else "to do", sentence)
 
 
@@ -388,19 +338,15 @@ def _word(verdict: str) -> Text:
 
 
 def tune(
-    questions: Annotated[
-        Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
-    ],
+    questions: Annotated[Path, typer.Argument(help=f"{QUESTIONS}.", metavar="FILE.jsonl")],
     index: Index = DEFAULT_INDEX,
-    limit: Annotated[
-        int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    limit: Limit = None,
+    top_k: TopK = None,
+    max_new_tokens: MaxNewTokens = 64,
     holdout: Annotated[
         bool, typer.Option("--holdout", help="Search on one half of the questions, and validate on the other.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the half that is held out.")] = 0,
+    seed: Seed = 0,
     dry_run: DryRun = False,
     device: Device = None,
     as_json: Json = False,
@@ -413,8 +359,7 @@ def tune(
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
-    from ragkv.doctor.io import golden_questions
-    from ragkv.doctor.metrics import draw_sample
+    from ragkv.doctor.questions import draw_sample, golden_questions
     from ragkv.doctor.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 
@@ -423,7 +368,7 @@ def tune(
         note(f"{count(without, 'question')} without a gold answer left out.")
     asked = draw_sample(golden, limit, seed)
     asked, held_out = split(asked, seed) if holdout else (asked, [])
-    with RagKV.open(index, device=device) as rag:
+    with RagKV.open(index, device=device, readonly=True) as rag:
         rag.index.require_same_model()
         tuner = Tuner(rag, top_k=top_k, max_new_tokens=max_new_tokens)
         with steps("tune", silent=quiet or as_json, stages=True) as on_progress:
@@ -459,13 +404,12 @@ def _show(search: Search) -> None:
 def _conclude(search: Search, index: Path, *, dry_run: bool) -> None:
     if search.skipped:
         echo(f"{count(search.skipped, 'question')} found no chunk and were left out.")
-    held = search.held_out
-    if held is None:
+    if (half := search.held_out) is None:
         echo("Measured on the questions of the search; --holdout validates on others.")
     else:
         echo(
-            f"Held-out half, {count(held.asked, 'question')}: {held.winner} right with the best setting, "
-            f"{held.now} as it was, {held.full} by full attention."
+            f"Held-out half, {count(half.asked, 'question')}: {half.winner} right with the best setting, "
+            f"{half.now} as it was, {half.full} by full attention."
         )
     if search.winner == search.now:
         echo(f"{index} already has the best setting.")

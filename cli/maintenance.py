@@ -47,8 +47,8 @@ from ragkv.cli.options import (
     wait,
 )
 from ragkv.cli.question_files import questions_of_log
-from ragkv.doctor.io import kept_quality, outdated, unread_quality
 from ragkv.errors import UsageError
+from ragkv.index.quality import kept_quality, outdated, unread_quality
 from ragkv.types import Chunk
 
 if TYPE_CHECKING:

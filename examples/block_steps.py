@@ -15,20 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ragkv.benchmarks.evaluation.metrics import Task, score
 from ragkv.benchmarks.evaluation.tasks import make_task
 from ragkv.benchmarks.evaluation.worlds.passages import write_world_examples
 from ragkv.benchmarks.papers.table import commit_of
-from ragkv.config import PromptConfig
-from ragkv.doctor.answers import Reader
-from ragkv.doctor.io import parse_specs
-from ragkv.doctor.metrics import Task, score
-from ragkv.engines import ContextChunk, Engine, make_engine
+from ragkv.config import IndexConfig, PromptConfig
+from ragkv.decoding import GREEDY
+from ragkv.doctor.specs import parse_specs
 from ragkv.errors import RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, replace_folder
+from ragkv.index.contexts import Contexts, given_chunk
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language_model import LanguageModel
-from ragkv.model.prompt import render
-from ragkv.runtime import Generation, runtime_of
 
 HERE = Path(__file__).parent
 VARIANTS = ("block", "no-positions")
@@ -74,18 +72,22 @@ class Record:
         fresh.replace(self.path)
 
 
-def scores(model: LanguageModel, engine: Engine, task: Task) -> dict[str, float]:
+def scores(model: LanguageModel, engine: str, tuning: Mapping[str, Mapping[str, str]], task: Task) -> dict[str, float]:
     """The metric of every greedy answer, by question; nothing is cached, as the model is still in training."""
-    prompt = render(PromptConfig(), model.tokens)
-    reader = Reader(model, prompt, fingerprint="as it is now")
-    found = {}
-    for example in task.examples:
-        chunks = [ContextChunk(token_ids=prompt.chunk_ids(model.tokens, text), score=0.5) for text in example.chunks]
-        request = reader.request(engine, example.question, chunks)
-        generation = Generation(max_new_tokens=task.max_new_tokens)
-        answer = "".join(token.text for token in runtime_of(model).decode(engine, request, generation))
-        found[example.example_id] = score(task.metric, answer, example)
-    return found
+    with Contexts(model, (), IndexConfig(default_engine=engine, tuning=tuning)) as contexts:
+        questions = [
+            {
+                "question": example.question,
+                "chunks": [given_chunk(contexts.chunk(text, chunk_id=text), "") for text in reversed(example.chunks)],
+            }
+            for example in task.examples
+        ]
+        options = {"max_new_tokens": task.max_new_tokens, "decoding": GREEDY}
+        answers = contexts.query_each(questions, **options).in_order()
+    return {
+        example.example_id: score(task.metric, answer.text, example)
+        for example, answer in zip(task.examples, answers, strict=True)
+    }
 
 
 def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callable[[int, LanguageModel], None]:
@@ -97,7 +99,7 @@ def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callabl
         points = []
         for name, tables in (("full", {}), ("block", {"block": {"preset": variant}})):
             for kind, task in tasks.items():
-                found = scores(model, make_engine(name, tables), task)
+                found = scores(model, name, tables, task)
                 accuracy = sum(found.values()) / len(found)
                 points.append(
                     {

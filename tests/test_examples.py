@@ -10,7 +10,7 @@ import pytest
 from nightly import NIGHTLY
 
 from ragkv import RagKV
-from ragkv.doctor.io import contains_answer
+from ragkv.doctor.questions import contains_answer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]

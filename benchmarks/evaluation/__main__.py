@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -12,8 +13,10 @@ import typer
 import ragkv
 from ragkv.benchmarks.evaluation.answers import DEFAULT_WORK
 from ragkv.benchmarks.evaluation.codec import measure_codec
+from ragkv.benchmarks.evaluation.output import check_target, markdown_table, percent, points, write_whole
 from ragkv.cli.bench import bench_command
 from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
+from ragkv.cli.doctor import Limit, Seed, codecs_option, engines_option
 from ragkv.cli.main import CommandGroup, log_to_stderr
 from ragkv.cli.main import run as run_program
 from ragkv.cli.options import (
@@ -23,30 +26,22 @@ from ragkv.cli.options import (
     Index,
     Json,
     Quiet,
-    codec_lists,
-    engine_lists,
     given_names,
     given_numbers,
     mode_lists,
 )
 from ragkv.config import DTYPES, MOST_STEPS, one_of
-from ragkv.doctor.io import (
-    check_target,
-    golden_questions,
-    markdown_table,
-    parse_specs,
-    percent,
-    points,
-    write_whole,
-)
+from ragkv.doctor.questions import draw_sample, golden_questions
+from ragkv.doctor.specs import parse_specs
 from ragkv.errors import UsageError
 from ragkv.model.checkpoint import MINI
 from ragkv.util.display import json_text
 
 if TYPE_CHECKING:
-    from ragkv.benchmarks.evaluation.answers import ScoreRow
-    from ragkv.doctor.answers import ChunkSource
-    from ragkv.doctor.metrics import MetricValue, RetrievalTask, Task
+    from ragkv.benchmarks.evaluation.answers import ChunkSource, ScoreRow
+    from ragkv.benchmarks.evaluation.metrics import Task
+    from ragkv.doctor.retrieval import RetrievalTask
+    from ragkv.doctor.verdicts import MetricValue
 
 Cells: TypeAlias = list[str]
 _Table: TypeAlias = tuple[str, Cells, list[Cells]]
@@ -65,7 +60,7 @@ def check_output(output: Path | None) -> None:
 def write_figures(output: Path, task: RetrievalTask, figures: Sequence[MetricValue], columns: Sequence[str]) -> None:
     """Write all figures and what they were measured on as .json, or the table as .md; whole or not at all."""
     report = {
-        "rows": [figure.to_json() for figure in figures],
+        "rows": [asdict(figure) for figure in figures],
         "questions": len(task.judgements),
         "unjudged": list(task.unjudged),
         "passages": None if task.passages is None else len(task.passages),
@@ -232,29 +227,16 @@ def answers(
             show_default=False,
         ),
     ],
-    engines: Annotated[
-        str,
-        typer.Option(
-            help='Engines, with options in parentheses: "full,pced(gamma=0, beta=0)".',
-            autocompletion=engine_lists,
-        ),
-    ] = "full,ape,block,pced",
+    engines: Annotated[str, engines_option()] = "full,ape,block,pced",
     model: Annotated[
         list[str] | None,
         typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
     ] = None,
     chunks: Annotated[str, typer.Option(help="Chunks per question of a task; several sizes: 8,32.")] = "8",
-    limit: Annotated[
-        int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of tasks, questions and intervals.")] = 0,
+    limit: Limit = None,
+    seed: Seed = 0,
     codecs: Annotated[
-        str | None,
-        typer.Option(
-            help="Codecs with which KV is stored and read back.",
-            show_default="raw, or the index's",
-            autocompletion=codec_lists,
-        ),
+        str | None, codecs_option("Codecs with which KV is stored and read back.", "raw, or the index's")
     ] = None,
     baseline: Annotated[str, typer.Option(help="The engine that the others are compared with, or `none`.")] = "full",
     max_new_tokens: Annotated[
@@ -307,8 +289,14 @@ def answers(
 
     Example: `python -m ragkv.benchmarks.evaluation answers worlds --engines "full,block,pced(gamma=2.5)" --chunks 8,32`
     """
-    from ragkv.benchmarks.evaluation.answers import TaskSource, require_baseline, run
-    from ragkv.doctor.answers import GIVEN, RAW, IndexSource, all_candidates
+    from ragkv.benchmarks.evaluation.answers import (
+        GIVEN,
+        IndexSource,
+        TaskSource,
+        all_candidates,
+        require_baseline,
+        run,
+    )
     from ragkv.pipeline import RagKV
 
     check_output(output)
@@ -318,24 +306,25 @@ def answers(
     with ExitStack() as stack:
         source: ChunkSource
         if index is not None:
-            own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
-            if given := [name for name, value in (own | {"--metric": metric}).items() if value]:
-                raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
-            rag = stack.enter_context(RagKV.open(index, device=device))
+            own = {"--model": model, "--codecs": codecs, "--dtype": dtype, "--metric": metric}
+            own |= {"--embedder": embedder, "--reranker": reranker}
+            if wrong := [name for name, value in own.items() if value]:
+                raise UsageError(f"{wrong[0]} cannot be used with --index; leave it out.")
+            rag = stack.enter_context(RagKV.open(index, device=device, readonly=True))
             tasks_asked = [_questions(Path(name), limit, seed) for name in what]
-            source = IndexSource(rag, device=device)
-            settings = source.settings | {"codec": rag.config.codec, "tuning": rag.config.tuning}
+            source = IndexSource(rag)
+            settings = source.settings | {"tuning": rag.config.tuning}
         else:
             tasks_asked = [task for name in what for task in _tasks(name, sizes, limit, seed, metric)]
             beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
             source = TaskSource(embedder=embedder or beside, reranker=reranker or beside, device=device)
-            settings = {"model": MINI, "codec": RAW, "retrieval": GIVEN, "dtype": dtype}
+            settings = {"model": MINI, "codec": codecs or "raw", "retrieval": GIVEN, "dtype": dtype}
         settings |= {name: value for name, value in (("rerank", rerank), ("top_k", top_k)) if value is not None}
         own_model, own_codec, own_retrieval = (settings.pop(name) for name in ("model", "codec", "retrieval"))
         asked = all_candidates(
             parse_specs(engines),
             models=model or [own_model],
-            codecs=given_names("--codecs", codecs or own_codec),
+            codecs=given_names("--codecs", own_codec),
             retrievals=given_names("--retrieval", retrieval or own_retrieval),
             steps=searches,
             **settings,
@@ -406,7 +395,7 @@ def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, metric: st
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.doctor.metrics import Task, draw_sample
+    from ragkv.benchmarks.evaluation.metrics import Task
 
     golden, _ = golden_questions(path)
     return Task.of(draw_sample(golden, limit, seed), name=path.stem, metric="subspan_em")
@@ -437,8 +426,8 @@ def retrieval(
     candidates: Annotated[
         int | None, typer.Option(help="Chunks that the reranker reads.", min=1, show_default="the index's, or 50")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Ask at most this many questions.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the intervals.")] = 0,
+    limit: Limit = None,
+    seed: Seed = 0,
     split: Annotated[str | None, _option(_BENCHMARK, "Questions of the benchmark.", "test")] = None,
     embedder: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none, BM25 only")] = None,
     reranker: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none")] = None,
@@ -459,39 +448,39 @@ def retrieval(
     Example: `python -m ragkv.benchmarks.evaluation retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
     from ragkv.benchmarks.evaluation.files import read_benchmark
-    from ragkv.benchmarks.evaluation.retrieval import corpus_searches, load_models
-    from ragkv.doctor.metrics import measure
-    from ragkv.doctor.retrieval import Settings, index_searches, judged_questions
+    from ragkv.benchmarks.evaluation.retrieval import corpus_searches, load_models, measure
+    from ragkv.doctor.retrieval import index_searches, judged_questions
     from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))
     check_output(output)
     named = None if modes is None else given_names("--modes", modes)
-    settings = Settings(modes=named, rerank=rerank, candidates=candidates)
     silent = quiet or as_json
     if not path.is_dir():
-        given = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
-        if wrong := [option for option, value in given.items() if value is not None]:
+        others = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
+        if wrong := [option for option, value in others.items() if value is not None]:
             raise UsageError(f"{wrong[0]} is only for {_BENCHMARK}; leave it out for a file of questions.")
         with RagKV.open(index, device=device) as rag:
             task = judged_questions(path, rag.store).sample(limit, seed)
-            searches = index_searches(rag, settings)
+            searches = index_searches(rag, named, rerank=rerank, candidates=candidates)
             with steps("eval retrieval", silent=silent) as on_progress:
                 figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
     else:
         task = read_benchmark(path, split=split or "test").sample(limit, seed)
         if embedder is None and modes is None and not quiet:
             note("Without --embedder only BM25 is measured; --embedder NAME adds the other modes.")
-        models = load_models(settings, embedder, reranker, device=device, max_tokens=max_tokens)
+        models = load_models(embedder, reranker, named, rerank=rerank, device=device, max_tokens=max_tokens)
         with steps("embedding", silent=silent) as on_progress:
-            searches = corpus_searches(task, settings, *models, on_progress=on_progress)
+            searches = corpus_searches(
+                task, *models, named, rerank=rerank, candidates=candidates, on_progress=on_progress
+            )
         with steps("eval retrieval", silent=silent) as on_progress:
             figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
     columns = [*(f"recall@{at}" for at in depths), f"mrr@{depths[-1]}", f"ndcg@{depths[-1]}"]
     if output is not None:
         write_figures(output, task, figures, columns)
     if as_json:
-        print_json([figure.to_json() for figure in figures])
+        print_json([asdict(figure) for figure in figures])
     else:
         print_grid(["engine", *columns], _cells(figures, columns))
     if not quiet:

@@ -30,9 +30,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.evaluation.worlds.world import World
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, Quick, Report, alternating, machine, unseen, versions
 from ragkv.cli.options import Device, given_names
-from ragkv.doctor.answers import Comparison, IndexSource, run_candidates
-from ragkv.doctor.io import GoldenQuestion
-from ragkv.doctor.metrics import Task
+from ragkv.doctor.compare import Comparer, Comparison, RoundTrip, with_kv
 from ragkv.engines import make_engine
 from ragkv.errors import UsageError
 from ragkv.pipeline import RagKV
@@ -152,19 +150,18 @@ def _speed_rows(rag: RagKV, rounds: int) -> Iterator[BenchRow]:
 
 def _quality_rows(rag: RagKV, name: str, questions: Sequence[str], on_step: OnStep) -> list[BenchRow]:
     """Mean and largest divergence and the share of unchanged answers, for one engine."""
-    source = IndexSource(rag, stored=True)
-    raw, changed = source.candidate(name, top_k=TOP_K), source.candidate(name, top_k=TOP_K, change=_last_bit)
-    changes = {LAST_BIT: changed} | {codec: source.candidate(name, top_k=TOP_K, codec=codec) for codec in TARGETS}
-    series: dict[str, list[Comparison]] = {change: [] for change in changes}
-    for start in range(0, len(questions), 20):
-        task = Task.of([GoldenQuestion(text=text) for text in questions[start : start + 20]])
-        results = run_candidates(
-            [task], [raw, *changes.values()], source=source, compare_logits=True, max_new_tokens=ANSWER_TOKENS
-        )
-        for change, candidate in changes.items():
-            series[change] += [each.comparison for each in results if each.candidate is candidate and each.comparison]
-        share = ", ".join(f"{change} {_percent(compared) / 100:.1%}" for change, compared in series.items())
-        on_step(f"{name}: {len(series[LAST_BIT])} of {len(questions)} questions, same answers: {share}")
+    engine = make_engine(name, rag.config.tuning)
+    comparer = Comparer(rag.model, max_new_tokens=ANSWER_TOKENS)
+    series: dict[str, list[Comparison]] = {change: [] for change in (LAST_BIT, *TARGETS)}
+    for number, question in enumerate(questions, start=1):
+        request, _ = rag.request(engine, question, rag.retrieve(question, top_k=TOP_K)[::-1])
+        reference = comparer.answer(engine, request)
+        for changed, compared in series.items():
+            change = _last_bit if changed == LAST_BIT else RoundTrip(codec_from_config({"id": changed}))
+            compared.append(comparer.along(engine, with_kv(request, change), reference)[0])
+        if number % 20 == 0 or number == len(questions):
+            share = ", ".join(f"{change} {_percent(compared) / 100:.1%}" for change, compared in series.items())
+            on_step(f"{name}: {number} of {len(questions)} questions, same answers: {share}")
     floor = series.pop(LAST_BIT)
     same = _percent(floor)
     rows = [_codec_row(f"{LAST_BIT}, {name}: same answers", same, "%", "raw", 100.0, same / 100, digits=1)]
@@ -187,9 +184,9 @@ def _percent(compared: Sequence[Comparison]) -> float:
     return 100 * sum(all(each.agreed) for each in compared) / len(compared)
 
 
-def _last_bit(kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
+def _last_bit(kv: ChunkKV, ids: tuple[int, ...]) -> ChunkKV:
     """Every number rounded to bf16 with a random last bit, which depends on the token ids only."""
-    generator = torch.Generator().manual_seed(zlib.crc32(np.asarray(identity.chunk_ids, "<u4").tobytes()))
+    generator = torch.Generator().manual_seed(zlib.crc32(np.asarray(ids, "<u4").tobytes()))
 
     def noisy(tensor: Tensor) -> Tensor:
         bits = tensor.to("cpu", torch.bfloat16).contiguous().view(torch.int16)

@@ -13,8 +13,9 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from ragkv.doctor.io import FileRow, lines, question_of, rows
-from ragkv.doctor.metrics import Example, Passage, RetrievalQuestion, RetrievalTask, Task, metric_of
+from ragkv.benchmarks.evaluation.metrics import Example, Task, metric_of
+from ragkv.doctor.questions import FileRow, lines, question_of, rows
+from ragkv.doctor.retrieval import RetrievalQuestion, RetrievalTask
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 
 _WHAT = 'a JSONL file of lines with "question", "chunks" and "answers" (docs/evaluation.md)'
@@ -44,16 +45,36 @@ def _example(ordinal: int, row: FileRow) -> Example:
     question = question_of(row)
     if not question.answers:
         raise ConfigError(f'{row.where}: "answers" is missing; a question without a gold answer cannot be judged.')
-    chunks = row.texts("chunks")
+    chunks = _texts(row, "chunks")
     return Example(
         example_id=row.name("id") if "id" in row.values else str(ordinal),
         question=question.text,
         chunks=chunks,
         answers=question.answers,
-        kind=row.text("kind", default=""),
+        kind=_text(row, "kind", default=""),
         needed=_needed(row, len(chunks)),
-        classes=row.texts("classes") if "classes" in row.values else (),
+        classes=_texts(row, "classes") if "classes" in row.values else (),
     )
+
+
+def _text(row: FileRow, key: str, *, default: str | None = None) -> str:
+    """The text under `key`; `default` also replaces null. Raises ConfigError if there is neither."""
+    value = row.values.get(key)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise ConfigError(f'{row.where}: "{key}" must be a text.')
+    return value
+
+
+def _texts(row: FileRow, key: str) -> tuple[str, ...]:
+    """The list of texts (or numbers) under `key`, which must not be empty."""
+    value = row.values.get(key)
+    if not isinstance(value, list) or not value or not all(type(item) in (str, int, float) for item in value):
+        raise ConfigError(f'{row.where}: "{key}" must be a list of texts that is not empty.')
+    texts = tuple(str(item) for item in value)
+    if not all(text.strip() for text in texts):
+        raise ConfigError(f'{row.where}: a text of "{key}" is blank; leave it out.')
+    return texts
 
 
 def _needed(row: FileRow, chunks: int) -> tuple[int, ...]:
@@ -68,13 +89,13 @@ def _drawn(numbered_rows: Iterable[tuple[int, FileRow]], limit: int | None, seed
     if limit is None:
         return numbered_rows
     rng = random.Random(seed)
-    held: list[tuple[int, FileRow]] = []
+    drawn: list[tuple[int, FileRow]] = []
     for item in numbered_rows:
-        if len(held) < limit:
-            held.append(item)
+        if len(drawn) < limit:
+            drawn.append(item)
         elif (place := rng.randrange(item[0])) < limit:
-            held[place] = item
-    return sorted(held, key=lambda item: item[0])
+            drawn[place] = item
+    return sorted(drawn, key=lambda item: item[0])
 
 
 def read_benchmark(folder: Path, *, split: str = "test") -> RetrievalTask:
@@ -86,10 +107,10 @@ def read_benchmark(folder: Path, *, split: str = "test") -> RetrievalTask:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give {_BENCHMARK}.")
     passages = _passages(folder / "corpus.jsonl")
-    known = {passage.passage_id for passage in passages}
     questions: dict[str, str] = {}
     for row in rows(folder / "queries.jsonl", _BENCHMARK):
-        if questions.setdefault(row.name("_id"), row.text("text")) != row.text("text"):
+        text = _text(row, "text")
+        if questions.setdefault(row.name("_id"), text) != text:
             raise ConfigError(f"{row.where}: the _id {row.name('_id')!r} occurs twice.")
     path = folder / "qrels" / f"{split}.tsv"
     if not path.exists() and (others := sorted(other.stem for other in path.parent.glob("*.tsv"))):
@@ -102,9 +123,9 @@ def read_benchmark(folder: Path, *, split: str = "test") -> RetrievalTask:
     judgements, unjudged, absent = [], [], 0
     for query, graded in grades.items():
         # ArguAna's and Quora's queries are in the corpus under the same id; BEIR takes them out of every ranking
-        excluded = query if query in known else None
+        excluded = query if query in passages else None
         relevant = {passage: grade for passage, grade in graded.items() if grade > 0 and passage != excluded}
-        absent += sum(passage not in known for passage in relevant)
+        absent += sum(passage not in passages for passage in relevant)
         text = questions[query].strip()
         if relevant and text:
             judgements.append(RetrievalQuestion(question_id=query, question=text, relevant=relevant, excluded=excluded))
@@ -133,15 +154,14 @@ def _qrels(path: Path) -> Iterable[tuple[str, str, str, float]]:
         yield where, query, passage, grade
 
 
-def _passages(path: Path) -> list[Passage]:
-    """The passages of a corpus. A passage is its title and text, joined as in BEIR."""
-    passages: dict[str, Passage] = {}
+def _passages(path: Path) -> dict[str, str]:
+    """The passages of a corpus by id. A passage is its title and text, joined as in BEIR."""
+    passages: dict[str, str] = {}
     for row in rows(path, _BENCHMARK):
         name = row.name("_id")
         if name in passages:
             raise ConfigError(f"{row.where}: the _id {name!r} occurs twice.")
-        text = f"{row.text('title', default='')} {row.text('text', default='')}".strip()
-        passages[name] = Passage(passage_id=name, text=text)
+        passages[name] = f"{_text(row, 'title', default='')} {_text(row, 'text', default='')}".strip()
     if not passages:
         raise ConfigError(f"{path} holds no passage; give {_BENCHMARK}.")
-    return list(passages.values())
+    return passages

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Any, cast
 
+from ragkv.benchmarks.evaluation.metrics import bootstrap_mean, hit_at, ndcg_at
 from ragkv.config import Mode
-from ragkv.doctor.io import Progress
-from ragkv.doctor.metrics import RetrievalTask, Search
-from ragkv.doctor.retrieval import Settings, modes_of, rerank_variants, search_name
+from ragkv.doctor.questions import Progress
+from ragkv.doctor.retrieval import RetrievalTask, Search, measured, recall_at, reciprocal_rank, variants
+from ragkv.doctor.verdicts import MetricValue
 from ragkv.index.index import indexes_of, kinds_of, useful_kinds
 from ragkv.index.search import Searcher
 from ragkv.model.checkpoint import pick_device
@@ -89,54 +91,83 @@ def build_searcher(
     )
 
 
+MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
+
+
+def measure(
+    task: RetrievalTask,
+    searches: Mapping[str, Search],
+    depths: Sequence[int],
+    *,
+    seed: int,
+    on_progress: Progress | None = None,
+) -> list[MetricValue]:
+    """Each measure of each search at each of `depths`, with bootstrap intervals drawn by `seed`."""
+    measures = {f"{name}@{k}": partial(measure, k) for name, measure in MEASURES.items() for k in depths}
+    values = measured(task, searches, measures, max(depths), on_progress=on_progress)
+    return [
+        MetricValue(task=task.name, engine=engine, metric=metric, seed=seed, **asdict(bootstrap_mean([scores], seed)))
+        for (engine, metric), scores in values.items()
+    ]
+
+
 CANDIDATES = 50
 """The default number of a benchmark's passages that the reranker reads."""
 
 
 def load_models(
-    settings: Settings,
     embedder: str | None,
     reranker: str | None,
+    modes: Sequence[str] | None = None,
     *,
+    rerank: bool | None = None,
     device: str | None = None,
     max_tokens: int | None = None,
 ) -> tuple[Embedder | None, Reranker | None]:
     """Load the models that are named. The embedder only computes the kinds of vectors that the modes need."""
     place = str(pick_device(device))
-    kinds = None if settings.modes is None else _needed(settings.modes)
-    if kinds and embedder and settings.modes is not None:
-        kinds |= _kinds(settings.modes) & (embedder_modes(embedder) or frozenset())
+    kinds = None if modes is None else frozenset(kind for mode in modes for kind in kinds_of(cast("Mode", mode)))
+    if kinds and embedder and modes is not None:
+        kinds |= _kinds(modes) & (embedder_modes(embedder) or frozenset())
     return (
         load_embedder(embedder, device=place, max_tokens=max_tokens, modes=kinds)
         if embedder and kinds != frozenset()
         else None,
-        load_reranker(reranker, device=place) if reranker and settings.rerank is not False else None,
+        load_reranker(reranker, device=place) if reranker and rerank is not False else None,
     )
 
 
 def corpus_searches(
     task: RetrievalTask,
-    settings: Settings,
     embedder: Embedder | None = None,
     reranker: Reranker | None = None,
+    modes: Sequence[str] | None = None,
     *,
+    rerank: bool | None = None,
+    candidates: int | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Search]:
     """The searches of a benchmark's corpus, by name. `on_progress` counts embedded passages."""
     assert task.passages is not None
-    what = "this run without --embedder" if embedder is None else f"embedder {embedder.name!r}"
-    modes = modes_of(settings.modes, () if embedder is None else embedder.modes, what)
-    variants = rerank_variants(settings.rerank, reranker is not None, "give --reranker")
-    texts = {passage.passage_id: passage.text for passage in task.passages}
+    texts = task.passages
+    ids = list(texts)
+    wanted = variants(
+        modes,
+        rerank,
+        () if embedder is None else embedder.modes,
+        "This run without --embedder" if embedder is None else f"Embedder {embedder.name!r}",
+        reranker=reranker is not None,
+        remedy="give --reranker",
+    )
+    served = {mode for _, mode, _ in wanted}
     vectors: dict[ScoreKind, dict[str, Any]] = {}
-    if embedder is not None and (kinds := _kinds(modes) & embedder.modes):
+    if embedder is not None and (kinds := _kinds(served) & embedder.modes):
         vectors = {kind: {} for kind in kinds}
-        for start in range(0, len(task.passages), BATCH):
-            batch = task.passages[start : start + BATCH]
-            embedding = embedder.embed_documents([passage.text for passage in batch])
+        for start in range(0, len(ids), BATCH):
+            batch = ids[start : start + BATCH]
+            embedding = embedder.embed_documents([texts[name] for name in batch])
             for kind in kinds:
-                ids = [passage.passage_id for passage in batch]
-                vectors[kind] |= dict(zip(ids, getattr(embedding, kind), strict=True))
+                vectors[kind] |= dict(zip(batch, getattr(embedding, kind), strict=True))
             if on_progress is not None:
                 on_progress(start + len(batch), len(texts), embedder.name)
     tokens = vectors.pop("colbert", {})
@@ -144,21 +175,16 @@ def corpus_searches(
         texts,
         vectors={kind: pairs.items() for kind, pairs in vectors.items()},
         colbert=lambda ids: {name: tokens[name] for name in ids},
-        bm25=any("bm25" in indexes_of(mode, vectors) for mode in modes),
+        bm25=any("bm25" in indexes_of(mode, vectors) for mode in served),
         embedder=None if embedder is None else MemoEmbedder(embedder),
         reranker=None if reranker is None else MemoReranker(reranker),
     )
-    candidates = settings.candidates or CANDIDATES
 
     def search(mode: Mode, rerank: bool, question: str, k: int) -> list[str]:
-        hits = searcher.search(question, mode=mode, top_k=k, candidates=candidates, rerank=rerank)
+        hits = searcher.search(question, mode=mode, top_k=k, candidates=candidates or CANDIDATES, rerank=rerank)
         return [hit.chunk_id for hit in hits]
 
-    return {search_name(mode, rerank): partial(search, mode, rerank) for mode in modes for rerank in variants}
-
-
-def _needed(modes: Iterable[str]) -> frozenset[ScoreKind]:
-    return frozenset(kind for mode in modes for kind in kinds_of(cast("Mode", mode)))
+    return {name: partial(search, mode, reranked) for name, mode, reranked in wanted}
 
 
 def _kinds(modes: Iterable[str]) -> frozenset[ScoreKind]:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
+from ragkv.benchmarks.evaluation.metrics import Example, Task
 from ragkv.benchmarks.evaluation.worlds.text import (
     GROUPS,
     Shots,
@@ -25,8 +26,7 @@ from ragkv.benchmarks.evaluation.worlds.text import (
     variable_list,
 )
 from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, Split, World, WorldDocument, WorldQuestion, listed
-from ragkv.doctor.io import Spec
-from ragkv.doctor.metrics import Example, Task
+from ragkv.doctor.specs import Spec
 from ragkv.errors import UsageError
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
+from ragkv.benchmarks.evaluation.metrics import Task
 from ragkv.benchmarks.papers.table import Ask, Column, Paper, Table, TableRow, across, along, printed
-from ragkv.doctor.metrics import Task
 from ragkv.doctor.tune import STEPS, APESetting, SettingScore, search_stage
 
 _ASKED = 30  # questions per kind

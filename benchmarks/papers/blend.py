@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from ragkv.benchmarks.evaluation.answers import TaskSource
+from ragkv.benchmarks.evaluation.answers import GIVEN, SCHEME, ChunkSource, IndexSource, LoadedModel, TaskSource
 from ragkv.benchmarks.evaluation.files import load_task
+from ragkv.benchmarks.evaluation.metrics import Example, Task, score
+from ragkv.benchmarks.evaluation.output import ResultCache, digest_of
 from ragkv.benchmarks.papers.table import (
     Cell,
     Column,
@@ -32,10 +34,12 @@ from ragkv.benchmarks.papers.table import (
     TableRow,
     across,
 )
-from ragkv.doctor.answers import GIVEN, SCHEME, ChunkSource, IndexSource, LoadedModel, greedy, next_token_kl
-from ragkv.doctor.io import Progress, ResultCache, digest_of
-from ragkv.doctor.metrics import Example, Task, mean_interval, score
+from ragkv.config import EncodingConfig
+from ragkv.doctor.compare import greedy, next_token_kl
+from ragkv.doctor.questions import Progress
+from ragkv.doctor.verdicts import mean_interval
 from ragkv.engines import Engine, Request
+from ragkv.index.kv_source import After
 from ragkv.model.checkpoint import MINI
 from ragkv.pipeline import RagKV
 from ragkv.runtime import Generation, Stream, runtime_of
@@ -49,7 +53,7 @@ FULL, NONE = "full", "block"
 def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> KnownFigures:
     """Ask each question of the table's one task. Questions that were asked before are taken from `options.work`."""
     name = options.models.get("", table.models[""])
-    model = LoadedModel(name, options.dtype, device=options.device)  # its fingerprint needs no weights
+    model = LoadedModel(name, options.dtype, options.device)  # its fingerprint needs no weights
     task = _task(table, options)
     cache = None if options.work is None else ResultCache(options.work / "answers" / f"{table.name}.jsonl")
     lines = [asdict(line) for line in table.lines]
@@ -62,7 +66,7 @@ def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> 
             known = None if cache is None else cache.get(key)
             if known is None:
                 source = source or _source(table, options, name, stack)
-                known = {"lines": _ask(table, source, source.model(name, options.dtype), example, options.dtype)}
+                known = {"lines": _ask(table, source, name, example, options.dtype)}
                 if cache is not None:
                     cache.put(key, **known)
             answers.append(known["lines"])
@@ -101,29 +105,31 @@ def _source(table: Table, options: RunOptions, model: str, stack: ExitStack) -> 
             reranker="none",
             engines=(FULL,),
             default_engine=FULL,
+            encoding=EncodingConfig(context=_CONTEXT),
             **settings,
         )
     )
     rag.ingest(DOCUMENTATION / "documents")
-    return IndexSource(rag, device=options.device)
+    return IndexSource(rag)
 
 
 def _ask(
-    table: Table, source: ChunkSource, loaded: LoadedModel, example: Example, dtype: str | None
+    table: Table, source: ChunkSource, model_name: str, example: Example, dtype: str | None
 ) -> dict[str, dict[str, Any]]:
     """The results of each line for one question, by label; the first line is full attention.
 
     Chunk KV is in memory before a clock starts. Lines are run together, so that they share the passes of a step.
     """
-    model, runtime = loaded.model, runtime_of(loaded.model)
     figures: dict[str, dict[str, Any]] = {}
     asked: list[tuple[TableRow, Engine, Request]] = []
     streams: list[Stream] = []
     for line in table.lines:
-        candidate = line.candidate(loaded.name, dtype)
-        engine = candidate.make()
-        chunks = [chunk for _, chunk in source.chunks(loaded, example, candidate)]
-        request = loaded.reader(candidate.prompt).request(engine, example.question, chunks)
+        backend, task = source.ask(line.candidate(model_name, dtype), example)
+        model, engine, writes = backend.owner.model, task.engine, After()
+        scored = backend.find(task, lambda _: None)[: engine.most_chunks]
+        request, _ = backend.request(task, backend.plan(engine, scored[::-1]), None, writes)
+        backend.store(writes)
+        runtime = runtime_of(model)
         asked.append((line, engine, request))
         started = time.process_time()
         streams.append(Stream(runtime, engine, request))
@@ -191,7 +197,7 @@ def _scores(
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
     """A number for each question. Their mean is sum(parts) / sum(wholes), and their spread is that of this ratio.
 
-    (Taylor linearisation, as in `ragkv.doctor.metrics`.)
+    (Taylor linearisation, as in `ragkv.doctor.verdicts`.)
     """
     mean, ratio = fmean(wholes), sum(parts) / sum(wholes)
     return [ratio + (part - ratio * whole) / mean for part, whole in zip(parts, wholes, strict=True)]

@@ -26,7 +26,7 @@ from ragkv.benchmarks.papers.table import (
     across,
     printed,
 )
-from ragkv.doctor.io import Progress
+from ragkv.doctor.questions import Progress
 from ragkv.errors import ConfigError
 
 STEPS_FILE = "steps.json"

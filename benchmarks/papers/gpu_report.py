@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ragkv.benchmarks.evaluation.output import markdown_table, write_whole
 from ragkv.benchmarks.papers.plots import OTHER_FOLDER
 from ragkv.benchmarks.papers.run import notes_path
 from ragkv.benchmarks.papers.speed import (
@@ -36,7 +37,6 @@ from ragkv.benchmarks.speed.inference import prefill, random_llama, random_reque
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, alternating, described, machine, shown, versions
 from ragkv.cli.console import note
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
-from ragkv.doctor.io import markdown_table, write_whole
 from ragkv.engines import Request, make_engine
 from ragkv.errors import ConfigError
 from ragkv.model.apb.document import lengths_for

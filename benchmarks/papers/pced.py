@@ -17,7 +17,7 @@ from ragkv.benchmarks.papers.plots import Picture, trace_picture
 from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
 
 if TYPE_CHECKING:
-    from ragkv.doctor.answers import ExampleResult
+    from ragkv.benchmarks.evaluation.answers import ExampleResult
 
 _DISTRACTED = 33
 """Chunks per question: the one that a question of one hop needs, and 32 distractors."""

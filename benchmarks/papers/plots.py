@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ragkv.doctor.io import write_whole
+from ragkv.benchmarks.evaluation.output import write_whole
 from ragkv.errors import MissingExtraError, install_hint
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragkv.benchmarks.evaluation.answers import TaskSource
+from ragkv.benchmarks.evaluation.answers import ExampleResult, TaskSource, run_candidates
+from ragkv.benchmarks.evaluation.metrics import Task
+from ragkv.benchmarks.evaluation.output import markdown_table, percent, write_whole
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
 from ragkv.benchmarks.papers.block import APB_3, BLOCK_1, BLOCK_4, REAL_1
@@ -43,9 +45,7 @@ from ragkv.benchmarks.papers.table import (
     figure_of,
     judge,
 )
-from ragkv.doctor.answers import ExampleResult, run_candidates
-from ragkv.doctor.io import Progress, markdown_table, percent, write_whole
-from ragkv.doctor.metrics import Task
+from ragkv.doctor.questions import Progress
 from ragkv.errors import ConfigError, UsageError
 from ragkv.model.checkpoint import MINI
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import ragkv
+from ragkv.benchmarks.evaluation.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
 from ragkv.benchmarks.evaluation.files import load_task
+from ragkv.benchmarks.evaluation.metrics import Task, bootstrap_mean
 from ragkv.benchmarks.evaluation.tasks import make_task
-from ragkv.doctor.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
-from ragkv.doctor.io import Progress, parse_specs
-from ragkv.doctor.metrics import Task, bootstrap_mean
-from ragkv.doctor.report import Environment
+from ragkv.doctor.health import Environment
+from ragkv.doctor.questions import Progress
+from ragkv.doctor.specs import parse_specs
 from ragkv.model.checkpoint import MINI
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]

@@ -14,15 +14,15 @@ Case, white space and punctuation make no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.config import MODES, NONE, Mode
-from ragkv.doctor.io import FileRow, normal, question_of, rows
-from ragkv.doctor.metrics import MetricValue, RetrievalQuestion, RetrievalTask, Search, measure
+from ragkv.doctor.questions import FileRow, Progress, draw_sample, normal, question_of, question_rows, rows
+from ragkv.doctor.verdicts import MetricValue, share_interval
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.index.index import served, why_not_served
 from ragkv.retrievers import ScoreKind
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
     from ragkv.store import Store
 
-GOLD = ("sources", "source", "documents", "document", "evidence")
+_DOCUMENTS = ("sources", "source", "documents", "document")
+GOLD = (*_DOCUMENTS, "evidence")
 """The keys by which a line of a file of questions names gold passages."""
+DEPTHS = (1, 5, 10)
+"""The values of k in recall@k."""
 
 
 def names_gold(path: Path) -> bool:
@@ -41,58 +44,150 @@ def names_gold(path: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What to measure. None means all modes, both with and without a reranker, and the index's candidates."""
+class RetrievalQuestion:
+    """A question, and the ids of the passages or chunks that are relevant to it, with grades above 0.
 
-    modes: Sequence[str] | None = None
-    rerank: bool | None = None
-    candidates: int | None = None
+    `excluded` is a passage that is removed from every ranking: the question itself, if the corpus contains it.
+    """
 
-    def __post_init__(self) -> None:
-        for mode in self.modes or ():
-            if mode not in MODES:
-                raise UsageError(f"--modes are any of {', '.join(MODES)}, not {mode!r}.")
+    question_id: str
+    question: str
+    relevant: Mapping[str, float]
+    excluded: str | None = None
 
 
-def index_searches(rag: RagKV, settings: Settings) -> dict[str, Search]:
-    """The searches of an index, by name."""
-    modes = modes_of(settings.modes, rag.index.encoders.kinds, f"the index at {rag.folder}")
-    variants = rerank_variants(settings.rerank, rag.config.reranker != NONE, "set `reranker` in the index's ragkv.toml")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalTask:
+    """A set of questions with known relevant ids.
+
+    `unjudged` are the ids of questions without a relevant passage, for which no measure is defined. `passages` is a
+    benchmark's corpus by id, or None if it is the user's index. `notes` are sentences that a reader of the figures must
+    know.
+    """
+
+    name: str
+    judgements: Sequence[RetrievalQuestion]
+    unjudged: Sequence[str] = ()
+    passages: Mapping[str, str] | None = None
+    notes: Sequence[str] = ()
+
+    def sample(self, limit: int | None, seed: int) -> Self:
+        """A copy with at most `limit` judged questions, drawn by `seed`, in their order. The corpus stays complete."""
+        if limit is None or len(self.judgements) <= limit:
+            return self
+        note = f"{limit} of {len(self.judgements)} judged questions, drawn by seed {seed}"
+        return replace(self, judgements=draw_sample(self.judgements, limit, seed), notes=[*self.notes, note])
+
+
+Search: TypeAlias = Callable[[str, int], Sequence[str]]
+"""A function from (question, k) to at most `k` distinct ids, best first."""
+Measure: TypeAlias = Callable[[Sequence[str], Mapping[str, float]], float]
+"""A function from a ranking, which holds each id once, and the grades of the relevant ids to a number in [0, 1]."""
+
+
+def recall_at(k: int, ranked: Sequence[str], relevant: Mapping[str, float]) -> float:
+    """The share of all relevant ids among the first `k`. If R > k ids are relevant, it is at most k / R (trec_eval)."""
+    return sum(each in relevant for each in ranked[:k]) / len(relevant)
+
+
+def reciprocal_rank(k: int, ranked: Sequence[str], relevant: Mapping[str, float]) -> float:
+    """1 / rank of the first relevant id, or 0.0 if none is among the first `k`."""
+    return next((1 / rank for rank, each in enumerate(ranked[:k], start=1) if each in relevant), 0.0)
+
+
+def measured(
+    task: RetrievalTask,
+    searches: Mapping[str, Search],
+    measures: Mapping[str, Measure],
+    depth: int,
+    *,
+    on_progress: Progress | None = None,
+) -> dict[tuple[str, str], list[float]]:
+    """Each measure of the first `depth` results, by search and measure, question by question.
+
+    Questions are the outer loop, so that searches that share an embedder embed each question once. A ranking may be
+    shorter, if the search found nothing more.
+    """
+    values: dict[tuple[str, str], list[float]] = {(name, metric): [] for name in searches for metric in measures}
+    for done, judgement in enumerate(task.judgements):
+        for name, search in searches.items():
+            if on_progress is not None:
+                on_progress(done, len(task.judgements), name)
+            ranked = [
+                each
+                for each in search(judgement.question, depth + (judgement.excluded is not None))
+                if each != judgement.excluded
+            ][:depth]
+            for metric, measure in measures.items():
+                values[name, metric].append(measure(ranked, judgement.relevant))
+    if on_progress is not None:
+        on_progress(len(task.judgements), len(task.judgements), "")
+    return values
+
+
+def index_searches(
+    rag: RagKV, modes: Sequence[str] | None = None, *, rerank: bool | None = None, candidates: int | None = None
+) -> dict[str, Search]:
+    """The searches of an index, by name: in these modes (None: all that it serves), with and without its reranker."""
 
     def search(mode: Mode, rerank: bool, question: str, k: int) -> list[str]:
-        found = rag.retrieve(question, top_k=k, retrieval=mode, rerank=rerank, candidates=settings.candidates)
-        return [each.chunk.chunk_id for each in found]
+        hits = rag.retrieve(question, top_k=k, retrieval=mode, rerank=rerank, candidates=candidates)
+        return [hit.chunk.chunk_id for hit in hits]
 
-    return {search_name(mode, rerank): partial(search, mode, rerank) for mode in modes for rerank in variants}
+    return {
+        name: partial(search, mode, reranked)
+        for name, mode, reranked in variants(
+            modes,
+            rerank,
+            rag.index.encoders.kinds,
+            f"The index at {rag.folder}",
+            reranker=rag.config.reranker != NONE,
+            remedy="set `reranker` in the index's ragkv.toml",
+        )
+    }
 
 
-DEPTHS = (1, 5, 10)
-"""The values of k in recall@k."""
+def variants(
+    modes: Sequence[str] | None,
+    rerank: bool | None,
+    kinds: Collection[ScoreKind],
+    what: str,
+    *,
+    reranker: bool,
+    remedy: str,
+) -> list[tuple[str, Mode, bool]]:
+    """(name, mode, whether to rerank) of the wanted searches; None: all modes, both with and without a reranker.
+
+    Raises RetrievalError for a mode that needs other vectors than the `kinds` of `what`, and without a reranker.
+    """
+    for mode in modes or ():
+        if mode not in MODES:
+            raise UsageError(f"--modes are any of {', '.join(MODES)}, not {mode!r}.")
+        if why := why_not_served(mode, kinds, what):
+            raise RetrievalError(why)
+    if rerank and not reranker:
+        raise RetrievalError(f"--rerank needs a reranker: {remedy}.")
+    reranks = [rerank] if rerank is not None else [False, True] if reranker else [False]
+    chosen = [mode for mode in served(kinds) if modes is None or mode in modes]
+    return [(f"{mode}+rerank" if reranked else mode, mode, reranked) for mode in chosen for reranked in reranks]
 
 
 def measure_retrieval(rag: RagKV, task: RetrievalTask, *, seed: int) -> list[MetricValue]:
     """Recall@k and MRR of every mode that the index serves, with and without its reranker."""
-    rows = measure(task, index_searches(rag, Settings()), DEPTHS, seed=seed)
-    wanted = [*(f"recall@{k}" for k in DEPTHS), f"mrr@{DEPTHS[-1]}"]
-    return [row for row in rows if row.metric in wanted]
-
-
-def search_name(mode: Mode, rerank: bool) -> str:
-    return f"{mode}+rerank" if rerank else mode
-
-
-def modes_of(wanted: Sequence[str] | None, kinds: Collection[ScoreKind], what: str) -> list[Mode]:
-    """The wanted modes. Raises RetrievalError for a mode that needs other vectors than `kinds`."""
-    for mode in wanted or ():
-        if why := why_not_served(cast("Mode", mode), kinds, f"{what[0].upper()}{what[1:]}"):
-            raise RetrievalError(why)
-    return [mode for mode in served(kinds) if wanted is None or mode in wanted]
-
-
-def rerank_variants(wanted: bool | None, there: bool, remedy: str) -> list[bool]:
-    if wanted and not there:
-        raise RetrievalError(f"--rerank needs a reranker: {remedy}.")
-    return [wanted] if wanted is not None else [False, True] if there else [False]
+    measures: dict[str, Measure] = {f"recall@{k}": partial(recall_at, k) for k in DEPTHS}
+    measures[f"mrr@{DEPTHS[-1]}"] = partial(reciprocal_rank, DEPTHS[-1])
+    return [
+        MetricValue(
+            task=task.name,
+            engine=engine,
+            metric=metric,
+            value=sum(values) / len(values),
+            n=len(values),
+            ci95=share_interval(values),
+            seed=seed,
+        )
+        for (engine, metric), values in measured(task, index_searches(rag), measures, DEPTHS[-1]).items()
+    ]
 
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -125,21 +220,15 @@ class Wording:
         return wanted.plain in self.plain or wanted.apart in self.apart or wanted.joined in self.joined
 
 
-_DOCUMENTS = GOLD[:4]
-
-
 def judged_questions(path: Path, store: Store) -> RetrievalTask:
     """The questions of a file with their relevant chunks in `store`.
 
     A question is unjudged if it names a document that is not in the index, or a text that no chunk contains. Raises
     ConfigError, which names file and line, and RetrievalError if no question has a relevant chunk.
     """
-    lines = list(rows(path, "a JSONL file of questions"))
-    if not lines:
-        raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
-    chunks = _Chunks(store)
+    asked, chunks = question_rows(path), _Chunks(store)
     judgements, unjudged, whole = [], [], 0
-    for number, row in enumerate(lines, start=1):
+    for number, row in enumerate(asked, start=1):
         question = question_of(row)
         documents, evidence = _texts(row, _DOCUMENTS), _texts(row, ("evidence",))
         texts = question.answers if row.values.get("evidence") is None else evidence
@@ -169,8 +258,8 @@ def _texts(row: FileRow, keys: Sequence[str]) -> tuple[str, ...]:
     present = [key for key in keys if row.values.get(key) is not None]
     if len(present) > 1:
         raise ConfigError(f'{row.where}: give "{present[0]}" or "{present[1]}", not both.')
-    found: Any = row.values[present[0]] if present else []
-    texts = [found] if isinstance(found, str) else found
+    value: Any = row.values[present[0]] if present else []
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ConfigError(f'{row.where}: "{present[0]}" is a text or a list of texts, none of them empty.')
     return tuple(texts)
@@ -197,7 +286,7 @@ class _Chunks:
     def _document(self, name: str, where: str) -> str:
         """The id of the document with this id, source, or end of a path (in whole parts); "" if there is none."""
         ids = self._named.get(name) or set().union(
-            *(found for known, found in self._named.items() if known.endswith("/" + name.removeprefix("./")))
+            *(named for known, named in self._named.items() if known.endswith("/" + name.removeprefix("./")))
         )
         if len(ids) > 1:
             raise ConfigError(f"{where}: the index has {len(ids)} documents {name!r}; give more of the path.")
@@ -206,4 +295,4 @@ class _Chunks:
     def holding(self, texts: Sequence[str], among: Iterable[str] | None) -> list[str]:
         wanted = [Wording.of(text) for text in texts]
         candidates = self._texts if among is None else {chunk: self._texts[chunk] for chunk in among}
-        return [chunk for chunk, text in candidates.items() if any(text.holds(each) for each in wanted)]
+        return [chunk for chunk, text in candidates.items() if any(text.holds(wording) for wording in wanted)]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
-from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
-from ragkv.doctor.io import GoldenQuestion, Progress
-from ragkv.doctor.metrics import Task
+from ragkv.doctor.questions import GoldenQuestion, Progress
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
+from ragkv.runtime import Generation
 from ragkv.util.files import locked
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
+    from ragkv.types import ScoredChunk
 
 STEPS = tuple(round(1 - tenth / 10, 1) for tenth in range(10))
 """Values of T and of S: 1.0, 0.9, … 0.1, the paper's (0, 1] in steps of 0.1."""
@@ -80,7 +81,7 @@ class Search:
 
 
 class Tuner:
-    """A search over one index, which reads the store and never writes it.
+    """A search over one index. Open the index for reading: its KV is used, and what it lacks is encoded.
 
     In each stage, every question is asked with all settings before the next one, so that a chunk is loaded once per
     stage, however little memory there is.
@@ -89,16 +90,16 @@ class Tuner:
     def __init__(self, rag: RagKV, *, top_k: int | None = None, max_new_tokens: int = 64) -> None:
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-        self._source = IndexSource(rag, stored=True)
-        self._subject = self._source.model(rag.config.model)
+        self._rag = rag
         self._top_k = top_k or rag.config.top_k
-        self._max_new_tokens = max_new_tokens
-        self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, with the index's stop strings
+        # greedy, with the index's stop strings
+        decoding = replace(rag.config.decoding, temperature=0.0)
+        self._generation = Generation(max_new_tokens=max_new_tokens, decoding=decoding)
+        self._ape = rag.config.tuning.get("ape", {})
         engine = make_engine("ape", rag.config.tuning, context=rag.config.encoding.context)
-        require_supported(engine, self._subject.model)
-        config = engine.config
-        self._scale_mode: str = config.scale_mode
-        self.now = APESetting(temperature=config.temperature, scale=config.scale)
+        require_supported(engine, rag.model)
+        self.now = APESetting(temperature=engine.config.temperature, scale=engine.config.scale)
+        self._scored: dict[str, list[ScoredChunk]] = {}
 
     def search(
         self,
@@ -160,31 +161,28 @@ class Tuner:
         )
 
     def _answerable(self, questions: Sequence[GoldenQuestion]) -> list[GoldenQuestion]:
-        """The questions that retrieve something. The chunks are remembered."""
-        candidate = self._candidate(None)
-        return [
-            question
-            for question in questions
-            if self._source.chunks(self._subject, Task.of([question]).examples[0], candidate)
-        ]
+        """The questions that retrieve something."""
+        return [question for question in questions if self._chunks(question.text)]
+
+    def _chunks(self, question: str) -> list[ScoredChunk]:
+        """The chunks for a question, the best last; they are remembered."""
+        if question not in self._scored:
+            self._scored[question] = self._rag.retrieve(question, top_k=self._top_k)[::-1]
+        return self._scored[question]
 
     def _right(self, question: GoldenQuestion, setting: APESetting | None) -> bool:
         """Whether APE with `setting` answers right (None: `full`)."""
-        [result] = run_candidates(
-            [Task.of([question])],
-            [self._candidate(setting)],
-            source=self._source,
-            stop_when_right=True,  # later tokens cannot change the result
-            max_new_tokens=self._max_new_tokens,
-            decoding=self._decoding,
-        )
-        return result.score == 1.0
-
-    def _candidate(self, setting: APESetting | None) -> Candidate:
-        if setting is None:
-            return self._source.candidate("full", top_k=self._top_k)
-        options = {**asdict(setting), "scale_mode": self._scale_mode}
-        return self._source.candidate("ape", options=options, top_k=self._top_k)
+        rag, text = self._rag, ""
+        settings = {} if setting is None else {**self._ape, **asdict(setting)}
+        name = "full" if setting is None else "ape"
+        engine = make_engine(name, {name: settings}, context=rag.config.encoding.context)
+        request, _ = rag.request(engine, question.text, self._chunks(question.text))
+        with closing(rag.index.runtime.decode(engine, request, self._generation)) as tokens:
+            for token in tokens:
+                text += token.text
+                if token.text and question.right(text):  # later tokens cannot change the result
+                    return True
+        return False
 
 
 def split(questions: Sequence[GoldenQuestion], seed: int) -> tuple[list[GoldenQuestion], list[GoldenQuestion]]:
@@ -228,10 +226,11 @@ def search_stage(
             asked[setting] += count
         done += count
         lead = max([*right.values(), *(trial.right for trial in known)], default=0)
-        left = [one for one in left if one == keep or right[one] + total - done >= lead]
-    for one in right:
-        trials[one] = SettingScore(
-            stage=stage, setting=one, right=right[one], asked=asked[one], given_up=asked[one] < total
+        left = [setting for setting in left if setting == keep or right[setting] + total - done >= lead]
+    for setting, correct in right.items():
+        given_up = asked[setting] < total
+        trials[setting] = SettingScore(
+            stage=stage, setting=setting, right=correct, asked=asked[setting], given_up=given_up
         )
     return _best(trials[setting] for setting in settings)
 

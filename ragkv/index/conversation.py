@@ -17,15 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ragkv.config import HISTORY, History, PromptConfig, StepsConfig, one_of
+from ragkv.index.quality import QUALITY
 
 if TYPE_CHECKING:
     from ragkv.index.index import Index
     from ragkv.model.language_model import LanguageModel
     from ragkv.store import Store
-
-QUALITY = "quality"
-"""The key in `meta` of the reports of `ragkv doctor`, newest first."""
-
 
 T = TypeVar("T")
 

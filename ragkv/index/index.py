@@ -35,6 +35,7 @@ from ragkv.errors import (
     StoreError,
     UsageError,
 )
+from ragkv.index.quality import QUALITY, are_reports
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.model.checkpoint import MINI, pick_device, resolve
@@ -100,10 +101,6 @@ def _texts(found: Any, *names: str) -> bool:
     return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
 
 
-def _number(found: Any) -> bool:
-    return type(found) in (int, float) and abs(found) < 1 << 64  # false for NaN and infinities
-
-
 def _is_embedder(found: Any) -> bool:
     return _texts(found, "fingerprint") and isinstance(found.get("stamp", ""), str)
 
@@ -127,32 +124,11 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-def _is_report(value: Any) -> bool:
-    return (
-        _texts(value, "fingerprint", "date", "model")
-        and all(_number(value.get(name)) for name in ("questions", "generation"))
-        and isinstance(value.get("engines"), list)
-        and all(_is_verdict(row, value) for row in value["engines"])
-    )
-
-
-def _is_verdict(row: Any, report: Mapping[str, Any]) -> bool:
-    """A row with an accuracy needs the report's accuracy of `full` and its number of gold answers."""
-    return (
-        _texts(row, "engine", "verdict")
-        and all(_number(row.get(name)) for name in ("top1", "answers"))
-        and (
-            row.get("accuracy", ...) is None
-            or all(map(_number, (row.get("accuracy"), report.get("full_accuracy"), report.get("gold"))))
-        )
-    )
-
-
 METADATA_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "model": lambda found: _texts(found, "fingerprint"),
     "embedder": _is_embedder,
     "prompt": _is_prompt,
-    "quality": lambda found: isinstance(found, list) and all(map(_is_report, found)),
+    QUALITY: are_reports,
 }
 """The metadata that ragkv records, each with the check of its form."""
 

@@ -1,6 +1,6 @@
 """Candidates on tasks: answers equal the pipeline's, nothing is computed twice, figures follow from the answers.
 
-Requests are compared with a query's, bit for bit; given chunks are scored as an index would score them.
+Given chunks are scored as an index would score them.
 """
 
 import itertools
@@ -15,35 +15,27 @@ from benchmarkfolder import CountingEmbedder
 from indexed import indexed
 
 from ragkv import RagKV
-from ragkv.benchmarks.evaluation.answers import TaskSource, baseline_of, rows_of, run
-from ragkv.config import MODES, IndexConfig
-from ragkv.decoding import Decoding
-from ragkv.doctor import answers
-from ragkv.doctor.answers import (
+from ragkv.benchmarks.evaluation import answers
+from ragkv.benchmarks.evaluation.answers import (
     Candidate,
     ExampleResult,
     IndexSource,
-    Reader,
-    RoundTrip,
+    TaskSource,
     all_candidates,
-    bit_equal,
-    follow,
-    greedy,
-    next_token_kl,
+    baseline_of,
+    rows_of,
+    run,
     run_candidates,
 )
-from ragkv.doctor.io import GoldenQuestion, parse_specs
-from ragkv.doctor.metrics import Example, Task, bootstrap_mean
-from ragkv.engines import ContextChunk, make_engine
-from ragkv.errors import ConfigError, UnsupportedModelError, UsageError
-from ragkv.index.answer import validate_task
-from ragkv.index.contexts import Contexts
+from ragkv.benchmarks.evaluation.metrics import Example, Task, bootstrap_mean
+from ragkv.config import MODES
+from ragkv.doctor.specs import parse_specs
+from ragkv.errors import ConfigError, UsageError
 from ragkv.model.apb.compressors import RetainingHeads, widths_of
 from ragkv.model.checkpoint import HEADS
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.self_check import load_model
-from ragkv.runtime import Runtime, Stream, runtime_of
-from ragkv.store import codec_from_config
+from ragkv.runtime import Runtime
 from ragkv.types import ScoredChunk
 
 CHUNKS = ("Halden Works was founded by Mira Oskel.", "Bolt Ltd makes valves.", "Corvo Mills sells flour in Varn.")
@@ -125,8 +117,8 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
         run_candidates([TASK], everyone, source=TaskSource(), work=tmp_path, on_progress=stop)
     assert seen == [(0, 6, "small, full"), (1, 6, "small, pced"), (2, 6, "small, full"), (3, 6, "small, pced")]
     counted = []
-    decode = Runtime.decode
-    monkeypatch.setattr(Runtime, "decode", lambda *args: counted.append(1) or decode(*args))
+    submit = Runtime.submit
+    monkeypatch.setattr(Runtime, "submit", lambda *args, **more: counted.append(1) or submit(*args, **more))
     assert run([TASK], everyone, work=tmp_path) == whole
     assert len(counted) == 3
 
@@ -252,7 +244,7 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
         prompt=rag.config.prompt,
     )
     before = rag.store.stats()
-    results = run_candidates([task], everyone, source=IndexSource(rag, device="cpu"))
+    results = run_candidates([task], everyone, source=IndexSource(rag))
     assert rag.store.stats() == before
     for result in results:
         answer = rag.query(QUESTIONS[0], engine=result.candidate.engine, top_k=2, max_new_tokens=5)
@@ -267,27 +259,6 @@ def test_two_tasks_of_one_name_are_refused(asked):
 
 
 LONG = " ".join(CHUNKS)
-APB = {"block": 20, "anchor": 6, "passing": 3}
-
-
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-@pytest.mark.parametrize("options", [{}, {"question": False, "compressor": "key-norm"}, {"compressor": "random"}])
-def test_a_long_text_is_read_in_blocks_as_query_reads_a_file(model_folder, asked, codec, options):
-    spec = ", ".join(f"{key}={str(value).lower()}" for key, value in {**APB, **options}.items())
-    [candidate] = asked(f"apb({spec})", codecs=[codec])
-    loaded = answers.LoadedModel(str(model_folder), device="cpu")
-    reader = loaded.reader(candidate.prompt)
-    text = ContextChunk(token_ids=loaded.chunk_ids(reader.prompt, LONG), score=0.5)
-    through = RoundTrip(codec=codec_from_config({"id": codec}))
-    request = reader.request(candidate.make(), QUESTIONS[0], [text], whole=True, through=through)
-    config = IndexConfig(model=str(model_folder), default_engine="apb", tuning={"apb": {**APB, **options}})
-    with Contexts(loaded.model, [("long", LONG)], config) as contexts:
-        task = validate_task(config, QUESTIONS[0])
-        own, _ = contexts.request(task, contexts.find(task, lambda _: None), None, lambda *_: None)
-    assert len(own.chunks) == -(-len(text.token_ids) // 20) > 4
-    assert [block.token_ids for block in request.chunks] == [block.token_ids for block in own.chunks]
-    same = [bit_equal(one.stored(), other.stored()) for one, other in zip(request.chunks, own.chunks, strict=True)]
-    assert all(same) if codec == "raw" else not any(same)  # int8 is lossy
 
 
 def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder, asked, monkeypatch):
@@ -297,8 +268,8 @@ def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder
     task = Task(name="long", metric="subspan_em", examples=[replace(TASK.examples[0], chunks=(LONG,))])
     spec = parse_specs("apb(block=20, anchor=6, passing=3)")
     asked_again = []
-    decode = Runtime.decode
-    monkeypatch.setattr(Runtime, "decode", lambda *a, **more: asked_again.append(1) or decode(*a, **more))
+    submit = Runtime.submit
+    monkeypatch.setattr(Runtime, "submit", lambda *a, **more: asked_again.append(1) or submit(*a, **more))
     for seed, times in ((None, 1), (None, 1), (0, 2), (1, 3), (1, 3)):
         if seed is not None:
             torch.manual_seed(seed)
@@ -311,127 +282,6 @@ def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder
             work=tmp_path / "work",
         )
         assert len(asked_again) == times
-
-
-QUESTION = "Who founded Halden Works?"
-
-
-def reader_of(rag, **settings) -> tuple[Reader, list[ContextChunk]]:
-    """A reader of the index, and the chunks retrieved for the question."""
-    source = IndexSource(rag, **settings)
-    loaded = source.model(rag.config.model)
-    placed = source.chunks(loaded, Task.of([GoldenQuestion(text=QUESTION)]).examples[0], source.candidate("full"))
-    return loaded.reader(rag.config.prompt), [chunk for _, chunk in placed]
-
-
-@pytest.mark.parametrize("name", ["full", "single", "ape", "block", "pced"])
-def test_a_request_is_the_one_that_a_query_gets(rag, name):
-    reader, chunks = reader_of(rag)
-    engine = make_engine(name, {})
-    own, _ = rag.request(engine, QUESTION, rag.retrieve(QUESTION)[: engine.most_chunks][::-1])
-    made = reader.request(engine, QUESTION, chunks)
-    for field in ("prefix_ids", "suffix_ids", "question", "prompt"):
-        assert getattr(made, field) == getattr(own, field)
-    assert [(c.token_ids, c.score) for c in made.chunks] == [(c.token_ids, c.score) for c in own.chunks]
-    if engine.encoding is None:
-        assert made.prefix is None
-        return
-    assert bit_equal(made.prefix, own.prefix)
-    for mine, theirs in zip(made.chunks, own.chunks, strict=True):  # other batch sizes, so other last bits
-        torch.testing.assert_close(mine.kv.keys, theirs.kv.keys, atol=1e-5, rtol=1e-5)
-        assert mine.kv.encoded_at == theirs.kv.encoded_at
-
-
-def test_nothing_is_encoded_twice_or_written(rag, monkeypatch):
-    before = rag.store.stats()
-    reader, chunks = reader_of(rag)
-    encoded = []
-    encode = rag.model.encode
-    monkeypatch.setattr(rag.model, "encode", lambda ids, **more: encoded.append(len(ids)) or encode(ids, **more))
-    for name in ("ape", "pced", "block"):
-        reader.request(make_engine(name, {}), QUESTION, chunks)
-    assert encoded == [1, 2, 2]  # the prefix, the chunks after it, the chunks alone
-    assert rag.store.stats() == before
-
-
-def test_stored_kv_is_looked_up_before_anything_is_encoded(rag, monkeypatch):
-    reader, chunks = reader_of(rag, stored=True)
-    engine = make_engine("ape", {})
-    rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix's KV
-    rag.maintenance.settle()
-    monkeypatch.setattr(rag.model, "encode", None)
-    request = reader.request(engine, QUESTION, chunks)
-    assert [chunk.kv.tokens for chunk in request.chunks] == [len(chunk.token_ids) for chunk in chunks]
-
-
-def test_codecs_are_tried_on_all_kv_of_a_request(rag, coarse):
-    reader, chunks = reader_of(rag)
-    engine = make_engine("block", {})
-    request = reader.request(engine, QUESTION, chunks)
-    for name in ("raw", "zstd"):
-        through = RoundTrip(codec=codec_from_config({"id": name}))
-        recoded = reader.request(engine, QUESTION, chunks, through=through)
-        assert through.exact
-        assert through.raw_bytes == request.prefix.nbytes + sum(c.kv.nbytes for c in request.chunks)
-        assert all(bit_equal(a.kv, b.kv) for a, b in zip(recoded.chunks, request.chunks, strict=True))
-    through = RoundTrip(codec=codec_from_config({"id": coarse}))
-    lossy = reader.request(engine, QUESTION, chunks, through=through)
-    assert not through.exact
-    assert not bit_equal(lossy.prefix, request.prefix)
-    torch.testing.assert_close(lossy.chunks[0].kv.keys, request.chunks[0].kv.keys, atol=0.05, rtol=0.01)
-
-
-def test_kl_is_the_textbook_s():
-    generator = torch.Generator().manual_seed(1)
-    p, q = (torch.randn(50, generator=generator).log_softmax(-1) for _ in range(2))
-    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
-    assert next_token_kl(p, q) == pytest.approx(float(expected), abs=1e-6)
-    assert next_token_kl(p, p) == 0
-    halves = torch.tensor([0.5, 0.5, 0.0]).log(), torch.tensor([0.25, 0.5, 0.25]).log()
-    assert next_token_kl(*halves) == pytest.approx(0.5 * torch.log(torch.tensor(2.0)).item())
-    sure = torch.full((50,), -torch.inf)
-    sure[3] = 0.0
-    assert next_token_kl(sure, q) == pytest.approx(-float(q[3]), abs=1e-6)
-    assert next_token_kl(p, sure) < 100  # finite where a token has probability 0
-
-
-def test_an_engine_follows_itself_without_a_difference(rag):
-    reader, chunks = reader_of(rag)
-    for name in ("full", "pced"):
-        engine = make_engine(name, {})
-        request = reader.request(engine, QUESTION, chunks)
-        trace = greedy(rag.model, Stream(runtime_of(rag.model), engine, request), max_new_tokens=5)
-        again, _ = follow(rag.model, Stream(runtime_of(rag.model), engine, request), trace)
-        assert again.kl == (0.0,) * len(trace.ids)
-        assert all(again.agreed)
-        text = rag.query(QUESTION, engine=name, max_new_tokens=5).text
-        assert trace.text == text
-
-
-def test_an_answer_ends_at_a_stop_of_the_index(rag):
-    reader, chunks = reader_of(rag)
-    engine = make_engine("full", {})
-    request = reader.request(engine, QUESTION, chunks)
-
-    def answer(**settings):
-        stream = Stream(runtime_of(rag.model), engine, request)
-        return greedy(rag.model, stream, max_new_tokens=6, decoding=Decoding(**settings))
-
-    whole = answer()
-    assert len(whole.ids) == 6
-    assert answer(stop_ids=(whole.ids[2],)).ids == whole.ids[: whole.ids.index(whole.ids[2]) + 1]
-    letter = whole.text[-1]
-    assert answer(stop=("never", letter)).text == whole.text[: whole.text.index(letter)].strip()
-
-
-def test_scores_that_are_no_numbers_are_refused(rag):
-    reader, chunks = reader_of(rag)
-    engine = make_engine("full", {})
-    stream = Stream(runtime_of(rag.model), engine, reader.request(engine, QUESTION, chunks))
-    with torch.inference_mode():
-        stream.scores.fill_(torch.nan)
-    with pytest.raises(UnsupportedModelError, match="computes NaN scores in float32"):
-        greedy(rag.model, stream, max_new_tokens=2)
 
 
 TEXTS = (

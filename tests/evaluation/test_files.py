@@ -10,7 +10,7 @@ from ragkv.benchmarks.evaluation.files import (
     load_task,
     read_benchmark,
 )
-from ragkv.doctor.metrics import score
+from ragkv.benchmarks.evaluation.metrics import score
 from ragkv.errors import ConfigError, RagkvError, RetrievalError, UsageError
 
 OWN = {"question": "Who founded Halden Works?", "chunks": ["Bolt.", "Mira Oskel did."], "answers": ["Mira Oskel"]}

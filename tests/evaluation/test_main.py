@@ -138,7 +138,8 @@ SMALL = "icl(shots=1)"
 @pytest.fixture
 def ask(measure, model_folder, tmp_path):
     def run(*arguments, engines="full,pced(gamma=1)"):
-        own = ["--model", model_folder, "--work", tmp_path / "work", "--engines", engines, "--max-new-tokens", 3]
+        own = [] if "--index" in arguments else ["--model", model_folder]
+        own += ["--work", tmp_path / "work", "--engines", engines, "--max-new-tokens", 3]
         return measure("answers", *arguments, *own)
 
     return run
@@ -176,15 +177,15 @@ def test_a_table_and_its_markdown(ask, tmp_path):
 
 
 def test_ctrl_c_says_how_far_it_came_and_the_next_run_goes_on(ask, monkeypatch):
-    decode, calls = Runtime.decode, []
+    submit, calls = Runtime.submit, []
 
-    def stopping(*arguments):
+    def stopping(*arguments, **more):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return decode(*arguments)
+        return submit(*arguments, **more)
 
-    monkeypatch.setattr(Runtime, "decode", stopping)
+    monkeypatch.setattr(Runtime, "submit", stopping)
     stopped = ask(SMALL, "--chunks", 1, "--limit", 2)
     assert (stopped.code, stopped.out) == (130, "")
     assert "interrupted after 2 of 4 answers" in stopped.err

@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import pytest
 from benchmarkfolder import CountingEmbedder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.benchmarks.evaluation.retrieval import MemoEmbedder, MemoReranker
-from ragkv.doctor.metrics import RetrievalQuestion, RetrievalTask, measure
-from ragkv.doctor.retrieval import Wording, judged_questions
+from ragkv.benchmarks.evaluation.retrieval import MemoEmbedder, MemoReranker, measure
+from ragkv.doctor.retrieval import RetrievalQuestion, RetrievalTask, Wording, judged_questions
 from ragkv.errors import ConfigError, RetrievalError
 
 TASK = RetrievalTask(
@@ -42,7 +42,7 @@ def test_every_search_is_measured_on_every_question_at_every_k():
     # ndcg@2: "one" 1/log2(3); "two" 1 / (1 + 1/log2(3))
     assert values["ndcg@2"] == pytest.approx((0.6309297535714575 + 1 / 1.6309297535714575) / 2)
     assert all(figure.value == 0 for (engine, _), figure in found.items() if engine == "nothing")
-    row = found["good", "recall@1"].to_json()
+    row = asdict(found["good", "recall@1"])
     assert list(row) == ["task", "engine", "metric", "value", "n", "ci95", "seed"]
     assert (row["task"], row["n"], row["seed"], row["ci95"]) == ("mine", 2, 4, (0.0, 0.5))
 

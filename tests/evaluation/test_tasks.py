@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 
 from ragkv.benchmarks.evaluation import tasks as catalog
+from ragkv.benchmarks.evaluation.metrics import score
 from ragkv.benchmarks.evaluation.tasks import TASKS, described, make_task, passages
 from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, World
-from ragkv.doctor.io import Spec
-from ragkv.doctor.metrics import score
+from ragkv.doctor.specs import Spec
 from ragkv.errors import UsageError
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
-from ragkv.doctor.io import GoldenQuestion
+from ragkv.doctor.questions import GoldenQuestion
 from ragkv.doctor.tune import STEPS, APESetting, Tuner, split, write_setting
 from ragkv.errors import RetrievalError, StoreError, UsageError
 

@@ -21,7 +21,7 @@ from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, MODES, load_config
-from ragkv.doctor.retrieval import Settings, index_searches
+from ragkv.doctor.retrieval import index_searches
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.index.index import kinds_of
 from ragkv.index.search import Derived, Searcher, stale_derived
@@ -215,7 +215,7 @@ def test_an_embedder_without_sparse_vectors_serves_hybrid_by_words(
         [tarn] = rag.retrieve("Who founded Halden Works?", where=["source=tarn.md"])
         assert tarn.source == "sub/tarn.md"
         assert set(rag.maintenance.verify().derived) == {"bm25", "dense", "fields"}
-        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
+        assert {*index_searches(rag, rerank=False)} == {"dense", "hybrid", "bm25"}
         (documents / "new.txt").write_text("Zeppelin Works makes airships.")
         rag.ingest(documents)
         assert rag.retrieve("Zeppelin airships")[0].source == "new.txt"
@@ -252,7 +252,7 @@ def test_a_mode_that_was_written_into_the_file_is_refused_by_ingest(tmp_path, do
             rag.ingest(documents)
         with pytest.raises(RetrievalError, match="can serve dense, hybrid and bm25"):
             rag.retrieve("valves")
-        assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
+        assert {*index_searches(rag, rerank=False)} == {"dense", "hybrid", "bm25"}
 
 
 def test_lost_vectors_are_made_again_by_repair(rag):

@@ -7,11 +7,10 @@ import pytest
 from indexed import indexed
 from script import written
 
-from ragkv.benchmarks.evaluation.answers import baseline_of
+from ragkv.benchmarks.evaluation.answers import Candidate, IndexSource, baseline_of, run_candidates
+from ragkv.benchmarks.evaluation.metrics import Task
 from ragkv.config import IndexConfig, StepsConfig
-from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
-from ragkv.doctor.io import GoldenQuestion
-from ragkv.doctor.metrics import Task
+from ragkv.doctor.questions import GoldenQuestion
 from ragkv.errors import ConfigError, UsageError
 from ragkv.index.conversation import WrittenQueries, interleaved
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from ragkv import RagKV
-from ragkv.benchmarks.evaluation.answers import TaskSource
+from ragkv.benchmarks.evaluation.answers import IndexSource, TaskSource, all_candidates
+from ragkv.benchmarks.evaluation.metrics import Example
 from ragkv.config import EncodingConfig, IndexConfig
-from ragkv.doctor.answers import IndexSource, all_candidates
-from ragkv.doctor.io import Spec
-from ragkv.doctor.metrics import Example
+from ragkv.doctor.specs import Spec
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError, UsageError
 from ragkv.index.create import _fitting
@@ -362,10 +361,9 @@ def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
         rag.ingest(tmp_path / "works.txt")
         rag.query(QUESTION, engine="ape", max_new_tokens=1)
         rag.maintenance.settle()
-        source = IndexSource(rag, stored=True)
+        source = IndexSource(rag)
         example = Example(example_id="1", question=QUESTION, chunks=(), answers=())
         chosen = source.candidate("ape", top_k=3)
-        loaded = source.model(chosen.model, chosen.dtype)
         places = {}
         [plain] = all_candidates(
             [Spec("ape", {"context": 0})], models=[chosen.model], retrievals=["bm25"], top_k=3, context=40
@@ -373,11 +371,14 @@ def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
         assert plain.label == "ape(context=0)"
         with pytest.raises(UsageError, match=r"leave context out, or use --index"):
             TaskSource().check(chosen)
+        with pytest.raises(UsageError, match="saw 40 tokens of their document, not 8; ingest into another index"):
+            source.check(replace(chosen, context=8))
         for one in (chosen, plain, source.candidate("full", top_k=3)):
-            given = [chunk for _, chunk in source.chunks(loaded, example, one)]
-            request = loaded.reader(one.prompt).request(one.make(), QUESTION, given)
+            source.check(one)
+            backend, task = source.ask(one, example)
+            reads = backend.plan(task.engine, backend.find(task, lambda _: None)[::-1])
+            request, _ = backend.request(task, reads, None, [])
             places[one.engine, one.context] = [kv and kv.encoded_at for kv in (chunk.kv for chunk in request.chunks)]
-            assert [len(fact) for fact in source.facts(loaded, example, one)] == [2 + bool(c.seen) for c in given]
         found = [each.chunk for each in reversed(rag.retrieve(QUESTION, top_k=3))]
         expected = rag.kv_source.identities(Encoding.CONTEXT, found)
         prefix = len(rag.index.prefix_ids)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish
 from ragkv.config import IndexConfig
-from ragkv.doctor.report import models_present
+from ragkv.doctor.health import models_present
 from ragkv.errors import MissingExtraError, ModelLoadError
 from ragkv.finetune.block import export_tuned
 from ragkv.mini import embedder_path, lm_path

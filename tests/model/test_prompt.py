@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ragkv import RagKV
+from ragkv.benchmarks.evaluation.answers import all_candidates
 from ragkv.config import PromptConfig, load_config, save_config
-from ragkv.doctor.answers import all_candidates
-from ragkv.doctor.io import parse_specs
+from ragkv.doctor.specs import parse_specs
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import new_config

@@ -30,7 +30,7 @@ HEAVY = (
     "ragkv.engines.block",
     "ragkv.engines.full",
     "ragkv.engines.pced",
-    "ragkv.doctor.answers",
+    "ragkv.doctor.report",
     "ragkv.ingest.ingester",
     "ragkv.ingest.web",
     "ragkv.model.language_model",

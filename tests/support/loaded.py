@@ -15,7 +15,15 @@ from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.index.index import load_models
 from ragkv.model import self_check
 
-ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.doctor.answers", "ragkv.index.requirements"})
+ASKING = frozenset(
+    {
+        "ragkv.index.index",
+        "ragkv.cli.query",
+        "ragkv.doctor.compare",
+        "ragkv.benchmarks.evaluation.answers",
+        "ragkv.index.requirements",
+    }
+)
 """Modules that use a model without changing its weights."""
 
 

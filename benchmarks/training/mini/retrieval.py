@@ -33,14 +33,14 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from ragkv.benchmarks.evaluation.metrics import hit_at, ndcg_at
 from ragkv.benchmarks.evaluation.retrieval import corpus_searches
 from ragkv.benchmarks.evaluation.worlds.passages import passages
 from ragkv.benchmarks.evaluation.worlds.text import module_docstrings
 from ragkv.benchmarks.evaluation.worlds.world import Split, World, paraphrases, shared_words
 from ragkv.benchmarks.training.loop import Training
 from ragkv.benchmarks.training.mini.data import train_bpe
-from ragkv.doctor.metrics import Passage, RetrievalTask, hit_at, ndcg_at
-from ragkv.doctor.retrieval import Settings
+from ragkv.doctor.retrieval import RetrievalTask
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress
 from ragkv.retrievers import load_embedder, load_reranker
@@ -229,14 +229,14 @@ def measure_retrieval(
     for seed in seeds:
         rng = random.Random(f"ragkv-retrieval-measure:{seed}")
         step = world_step(rng, tokenizer, split="heldout", worlds=1, size=size, asks=asks)
-        corpus = [Passage(passage_id=str(place), text=text) for place, text in enumerate(step.passages)]
+        corpus = {str(place): text for place, text in enumerate(step.passages)}
         task = RetrievalTask(name="worlds", judgements=(), passages=corpus)
-        searches = corpus_searches(task, Settings(candidates=RERANKED), model, judge)
+        searches = corpus_searches(task, model, judge, candidates=RERANKED)
         for ask in step.asks:
             relevant = {str(place): 1.0 for place in ask.answers}
             for system in [system for system in SYSTEMS if system in searches]:
                 ranked = searches[system](ask.question, 10)
-                figures = hit_at(ranked, relevant, 5), ndcg_at(ranked, relevant, 10)
+                figures = hit_at(5, ranked, relevant), ndcg_at(10, ranked, relevant)
                 figures_of.setdefault((_slice(ask, step.passages), system), []).append(figures)
     return [
         {"slice": name, "system": system, "recall_5": fmean(hits), "ndcg_10": fmean(gains), "n": len(hits)}

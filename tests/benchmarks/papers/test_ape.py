@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from ragkv.benchmarks.evaluation.answers import ExampleResult
+from ragkv.benchmarks.evaluation.metrics import Example, Task
 from ragkv.benchmarks.papers import ape
 from ragkv.benchmarks.papers.ape import search_ape, search_gamma
 from ragkv.benchmarks.papers.run import TABLES
 from ragkv.benchmarks.papers.table import TableRow
-from ragkv.doctor.answers import ExampleResult
-from ragkv.doctor.metrics import Example, Task
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from ragkv.benchmarks.evaluation.answers import TaskSource
 from ragkv.benchmarks.papers import blend
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
 from ragkv.benchmarks.papers.run import RunOptions, run_table, to_markdown
-from ragkv.doctor.answers import run_candidates
+from ragkv.doctor.compare import Comparer
 
 KEPT = ("full", "block over standalone", "block", "question, 0.30", "random, 0.30", "block, context")
 
@@ -35,15 +35,25 @@ def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, 
     result = run_table(table, options)
     task = result.tasks["right"]
     candidates = [line.candidate(str(model_folder), None) for line in table.lines]
-    alone = run_candidates([task], candidates, source=TaskSource(), compare_logits=True, max_new_tokens=blend.FORCED)
-    kl = {}
+    source, kl = TaskSource(), {}
+
+    def request_of(candidate, example):
+        backend, asked = source.ask(candidate, example)
+        chunks = backend.find(asked, lambda _: None)[::-1]
+        return asked.engine, backend.request(asked, backend.plan(asked.engine, chunks), None, [])[0]
+
+    model = source.model(str(model_folder)).model
+    comparer = Comparer(model, max_new_tokens=blend.FORCED)
+    references = [comparer.answer(*request_of(candidates[0], example)) for example in task.examples]
     for line, candidate in zip(table.lines[1:], candidates[1:], strict=True):
-        own = [answer for answer in alone if answer.candidate is candidate]
-        kl[line.label] = fmean(fmean(answer.comparison.kl) for answer in own)
-        agreed = fmean(fmean(answer.comparison.agreed) for answer in own)
+        asked = [request_of(candidate, example) for example in task.examples]
+        own = [comparer.along(*one, reference)[0] for one, reference in zip(asked, references, strict=True)]
+        kl[line.label] = fmean(fmean(comparison.kl) for comparison in own)
+        agreed = fmean(fmean(comparison.agreed) for comparison in own)
         assert result.figure(line.label, "same choice").value == pytest.approx(agreed)
-        if own[0].charge is not None:
-            assert result.figure(line.label, "charge").value == pytest.approx(fmean(answer.charge for answer in own))
+        charges = [engine.charge(request, model) for engine, request in asked]
+        if charges[0] is not None:
+            assert result.figure(line.label, "charge").value == pytest.approx(fmean(charges))
     for label, value in kl.items():
         assert result.figure(label, "gap recovered").value == pytest.approx(1 - value / kl["block"], abs=1e-3)
     assert result.figure("full", "gap recovered").value == pytest.approx(1.0)

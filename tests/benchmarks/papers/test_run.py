@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure as Sheet
 
+from ragkv.benchmarks.evaluation.answers import Candidate, ExampleResult
+from ragkv.benchmarks.evaluation.metrics import Example, Task
 from ragkv.benchmarks.papers.plots import Picture
 from ragkv.benchmarks.papers.run import (
     ILLUSTRATIONS,
@@ -29,8 +31,6 @@ from ragkv.benchmarks.papers.table import (
     Table,
     TableRow,
 )
-from ragkv.doctor.answers import Candidate, ExampleResult
-from ragkv.doctor.metrics import Example, Task
 from ragkv.errors import ConfigError
 
 

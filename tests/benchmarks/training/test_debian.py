@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ragkv.benchmarks.evaluation.files import load_task
 from ragkv.benchmarks.training.debian.make import passages
-from ragkv.doctor.io import normal
+from ragkv.doctor.questions import normal
 
 HERE = Path(__file__).parents[3] / "benchmarks" / "training" / "debian"
 DOCUMENTS = {

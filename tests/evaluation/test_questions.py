@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.doctor.io import GoldenQuestion, Spec, made_questions, parse_specs, read_questions
+from ragkv.doctor.questions import GoldenQuestion, made_questions, read_questions
+from ragkv.doctor.specs import Spec, parse_specs
 from ragkv.errors import ConfigError, UsageError
 
 
