@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ _INLINE = (
     *("sub", "sup", "b", "i", "em", "strong", "mark", "u", "s", "small"),
     *("big", "font", "span", "ins", "a", "tt", "bdi"),
 )
+_CODE = re.compile(r"\s*⁅(\d+)⁆(.*?)⁅/⁆ ?")
 _BOILERPLATE = """//nav | //footer | //aside | //header[not(ancestor::main or ancestor::article)]
     | //*[@role='navigation']"""
 _PERMALINKS = """//*[self::h1 or self::h2 or self::h3 or self::h4 or self::h5 or self::h6]//a[starts-with(@href, '#')
@@ -51,7 +52,7 @@ def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) 
             raise Unreadable(f"a tag of it has more than {_MAX_ATTRIBUTES:,} attributes")
     page = re.sub(r"\A\s*<\?xml[^>]*>", "", page)
     with silenced("trafilatura"):
-        tree = _tree(page)
+        tree, codes = _tree(page)
         # libxml2 stops at a depth of 256 and drops the rest of the page
         left_out = [_TOO_DEEP for fault in HTML_PARSER.error_log if fault.type_name == "ERR_RESOURCE_LIMIT"][:1]
         title = " ".join((tree.findtext(".//title") or "").split()) or None
@@ -76,6 +77,7 @@ def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) 
                 break
             other = attempt()
             text = other if not text.strip() or 2 * len(_lost(inside, other)) < len(lost) else text
+    text = re.sub(r".*⁅\d.*", lambda line: _with_code(line, codes), text)
     if not text.strip():
         raise Unreadable(next(iter(left_out), "no text found"))
     if pictures:
@@ -100,7 +102,8 @@ def _words_of(tree: Any) -> dict[str, str]:
     for element in tree.iterfind("body//*"):
         texts += [None if element.tag in ("script", "style", "template") else element.text, element.tail]
     body = tree.find("body")
-    return _words(" ".join(text or "" for text in (None if body is None else body.text, *texts)).replace("\xad", ""))
+    text = " ".join(text or "" for text in (None if body is None else body.text, *texts))
+    return _words(re.sub(r"⁅\d+⁆|\xad", "", text))
 
 
 def _lost(words: dict[str, str], text: str) -> list[str]:
@@ -114,10 +117,13 @@ def _cut(words: Iterable[str]) -> str:
     return " ".join(words[:_QUOTED_WORDS]) + more
 
 
-def _tree(page: str) -> Any:
-    """The parsed page, in which code is code, and words and headings hold no marks."""
+def _tree(page: str) -> tuple[Any, list[str]]:
+    """The parsed page, whose words and headings hold no marks, and its blocks of code.
+
+    The extractor drops blank lines of code, and joins its fences to other lines; so it gets numbered lines.
+    """
     import trafilatura
-    from lxml.etree import SubElement, strip_tags
+    from lxml.etree import strip_tags
 
     tree = trafilatura.load_html(page)
     if tree is None:  # the library expects a whole page
@@ -128,21 +134,34 @@ def _tree(page: str) -> Any:
     for mark in tree.xpath(f"{_PERMALINKS} | {_LINE_NUMBERS}"):
         if not any(map(str.isalpha, mark.text_content())) or "mw-editsection" in mark.get("class", ""):
             mark.drop_tree()
-    for code in list(tree.iter("pre")):
+    codes: list[str] = []
+    for number, code in enumerate(tree.xpath("//pre | //code[.//br][not(ancestor::pre)]")):
         for line in code.iter("br"):
             line.tail = "\n" + (line.tail or "")
         words = code.text_content()
+        codes.append(words.strip("\n"))
         code.clear(keep_tail=True)
-        SubElement(code, "code").text = words.strip("\n")
+        code.tag, code.text = "p", f"⁅{number}⁆ {' '.join(words.split())} ⁅/⁆"
         table = next(code.iterancestors("table"), None)
-        if table is not None and table.text_content().split() == words.split():  # its other cells were line numbers
+        if table is not None and table.text_content().split() == code.text.split():  # else were line numbers
             table.addprevious(code)
             table.drop_tree()
+    for code in tree.iter("code"):  # a line end in it would make a block
+        words = " ".join(code.text_content().split())
+        code.clear(keep_tail=True)
+        code.text = words
     for element in list(tree.iter(*_INLINE)):
         _join_word(element)
     for element in tree.iter("form", "figure", "figcaption", "address", "center", "legend", "fieldset", "label"):
         element.tag = "div" if len(element) else "p"  # the extractor drops these, or knows no line end beside them
-    return tree
+    return tree, codes
+
+
+def _with_code(line: re.Match[str], codes: Sequence[str]) -> str:
+    """A line of the text with its blocks of code; in a row of a table they are words."""
+    if line[0].startswith("|"):
+        return _CODE.sub(lambda code: f"`{code[2].strip()}`", line[0])
+    return _CODE.sub(lambda code: f"\n```\n{codes[int(code[1])]}\n```\n", line[0])
 
 
 def _join_word(element: Any) -> None:

@@ -52,7 +52,7 @@ def test_permalinks_are_no_part_of_a_heading(tmp_path, heading):
     assert [section.heading for section in source.sections] == ["Guide", "Guide > Install"]
 
 
-CODE = "# comment\nrun --x\n## two"
+CODE = "# comment\nrun --x\n\n## two"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,14 @@ def test_code_is_code_and_holds_no_headings(tmp_path, markup):
     assert f"```\n{CODE}\n```" in source.text
     assert [section.heading for section in source.sections] == ["Guide", "Guide > After"]
     assert source.left_out == ()
+
+
+def test_code_in_a_list_leaves_the_headings_after_it(tmp_path):
+    """The extractor joined a fence to the line before it, so its end began a block."""
+    item = f"<dl><dt>--point</dt><dd><p>it is the</p><pre>{CODE}</pre><p>or <code>run\n--x</code> it.</p></dd></dl>"
+    source = read(tmp_path, "a.html", page(f"{item}<ul><li>one<pre>{CODE}</pre></li></ul><h2>After</h2><p>End.</p>"))
+    assert source.text.count(f"\n```\n{CODE}\n```\n") == 2
+    assert [section.heading for section in source.sections] == ["Guide", "Guide > After"]
 
 
 def test_a_line_of_text_that_begins_with_a_hash_is_no_heading(tmp_path):
