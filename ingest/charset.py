@@ -50,17 +50,16 @@ _META = re.compile(
     re.IGNORECASE,
 )
 _META_BYTES = 1 << 13
+_SAMPLE_BYTES = 1 << 16
 _GUESS_BYTES = 200_000
 _UTF_8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _ISO_2022 = re.compile(rb"\x1b(?:\$[@AB]|\$\([CDOPQ]|\([IJ]|\$\)C)")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
-_LATIN = ["cp1252", "cp1250", "cp1254", "iso8859-9", "cp1257", "cp1258"]
-_CANDIDATES = [*_LATIN, "cp1251", "cp1253", "cp1255", "cp1256", "cp874", "koi8-r", "koi8-u"]
+_CANDIDATES = [f"cp125{number}" for number in range(9)] + ["iso8859-9", "cp874", "koi8-r", "koi8-u"]
 _CANDIDATES += ["cp932", "euc-jp", "gb18030", "big5hkscs", "cp949"]
 _OTHER = "[\u0370-\u06ff\u0e00-\u0e7f]"
 _LATIN_WORDS = re.compile(f"[A-Za-z]{_OTHER}|{_OTHER}[A-Za-z]")
 _OTHER_WORD = re.compile(f"{_OTHER}{{3}}")
-_ASCII = dict.fromkeys(range(128))
 _SPANISH = frozenset("áéíóúüñÁÉÍÓÚÜÑ¿¡ºª«»“”‘’–—…€")
 
 
@@ -138,15 +137,15 @@ def _declared(data: bytes, codec: str | None) -> str | None:
         except UnicodeDecodeError:
             pass
     text = data.decode(codec, "replace")
-    return text if 4 * text.count("\ufffd") <= sum(not c.isascii() for c in text) else None
+    return text if 4 * text.count("\ufffd") <= _not_ascii(text) else None
 
 
 def _utf8(data: bytes, *, wrong_per_right: float) -> str | None:
     """The text as UTF-8, in which some bytes are Windows-1252 or a character is cut; None if there are too many."""
     try:
         return data.decode()
-    except UnicodeDecodeError:
-        pass
+    except UnicodeDecodeError as error:
+        start = error.start
     wrong = 0
 
     def single(error: UnicodeError) -> tuple[str, int]:
@@ -160,8 +159,18 @@ def _utf8(data: bytes, *, wrong_per_right: float) -> str | None:
         return "\ufffd" if cut else part.decode("cp1252", "replace"), error.end
 
     codecs.register_error("ragkv-single", single)
-    text = data.decode("utf-8", "ragkv-single")
-    return text if wrong <= wrong_per_right * len(_UTF_8.findall(data)) else None
+    text = ""
+    for some in (data[max(0, start - _SAMPLE_BYTES // 2) :][:_SAMPLE_BYTES], data):  # most is told by a part of it
+        wrong = 0
+        text = some.decode("utf-8", "ragkv-single")
+        if wrong > wrong_per_right * (_not_ascii(text) - wrong):
+            return None
+    return text
+
+
+def _not_ascii(text: str) -> int:
+    """The number of characters that are not ASCII."""
+    return len(text) - len(text.encode("ascii", "ignore"))
 
 
 def _utf16(data: bytes) -> str | None:
@@ -192,22 +201,19 @@ def _guess(data: bytes) -> str:
     lines = b"\n".join(line for line in data[: 1 << 24].splitlines() if not line.isascii())
     sample = (lines if 4 * len(lines) < len(data) else data)[:_GUESS_BYTES]  # words of ASCII tell the language too
 
-    def best(candidates: list[str]) -> str | None:
-        return chardet.detect(sample, include_encodings=candidates, prefer_superset=True)["encoding"]
-
     for japanese in ("cp932", "euc_jis_2004"):
         text = sample.decode(japanese, "replace")
-        if 3 * len(re.findall("[\u3040-\u30ff]", text)) > len(text.translate(_ASCII)) and "\ufffd" not in text[:-1]:
+        if 3 * len(re.findall("[\u3040-\u30ff]", text)) > _not_ascii(text) and "\ufffd" not in text[:-1]:
             return japanese
-    if not (guess := best(_CANDIDATES)):
+    guess = chardet.detect(sample, include_encodings=_CANDIDATES, prefer_superset=True)["encoding"]
+    if guess is None:
         raise Unreadable(BINARY)
     text = sample.decode(guess, "replace")
     other = len(re.findall(_OTHER, text))
     if other and (not _OTHER_WORD.search(text) or 3 * len(_LATIN_WORDS.findall(text)) > other):
         guess = "cp1252"  # Latin words whose accented letters look like Greek or Cyrillic ones
-    if codecs.lookup(guess).name == "cp1250" and _SPANISH.issuperset(
-        sample.decode("cp1252", "replace").translate(_ASCII)
-    ):
+    western = {letter for letter in sample.decode("cp1252", "replace") if letter > "\x7f"}
+    if codecs.lookup(guess).name == "cp1250" and western <= _SPANISH:
         return "cp1252"  # ñ and not ń
     return guess
 

@@ -27,6 +27,7 @@ def read_plain(data: bytes) -> Parsed:
 _FRONT_MATTER = re.compile(
     r"\A(---|\+\+\+)[ \t]*\n(?=\s*[\w-]+[ \t]*[:=])(.*?\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL
 )
+_MAX_FRONT_MATTER = 1 << 12  # characters
 _TITLE = re.compile(r"^title[ \t]*[:=](.+)$", re.MULTILINE | re.IGNORECASE)
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 _ATX = re.compile(r" {0,3}(#{1,6})(?:[ \t](.*))?$")
@@ -56,11 +57,13 @@ def _front_title(mark: str, fields: str) -> str | None:
     import yaml
 
     try:
+        if len(fields) > _MAX_FRONT_MATTER:
+            raise ValueError  # its parser is slow
         values = tomllib.loads(fields) if mark == "+++" else yaml.load(fields, yaml.BaseLoader)
         title = next((value for key, value in values.items() if key.lower() == "title"), None)
         if isinstance(title, str):
             return " ".join(title.split()) or None
-    except (ValueError, AttributeError, yaml.YAMLError):  # a colon in the title, or a template
+    except (ValueError, AttributeError, RecursionError, yaml.YAMLError):  # a colon in the title, or a template
         pass
     simple = _TITLE.search(fields)
     return (simple[1].strip(" \t").strip("\"'") or None) if simple else None
