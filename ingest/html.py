@@ -29,7 +29,7 @@ _INLINE = (
     *("big", "font", "span", "ins", "a", "tt", "bdi"),
 )
 _CODE = re.compile(r"\s*⁅(\d+)⁆(.*?)⁅/⁆ ?")
-_BOILERPLATE = """//nav | //footer | //aside | //header[not(ancestor::main or ancestor::article)]
+_BOILERPLATE = """//nav | //footer | //aside | //noscript | //header[not(ancestor::main or ancestor::article)]
     | //*[@role='navigation']"""
 _PERMALINKS = """//*[self::h1 or self::h2 or self::h3 or self::h4 or self::h5 or self::h6]//a[starts-with(@href, '#')
     or contains(@class, 'anchor') or contains(@class, 'link')] | //span[contains(@class, 'mw-editsection')]"""
@@ -65,18 +65,19 @@ def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) 
         for element in main.xpath(_BOILERPLATE):
             element.drop_tree()
         inside, text = _words_of(main), ""
-        for attempt in (
-            lambda: _extract(tree, whole=whole),
-            lambda: _extract(main, whole=True),
-            lambda: trafilatura.html2txt(main),
-            lambda: trafilatura.baseline(tree)[1],
-            lambda: trafilatura.html2txt(tree),
+        for enough, attempt in (  # of the words inside of the main text
+            (1.0, lambda: _extract(tree, whole=whole)),
+            (0.67, lambda: _extract(main, whole=True)),
+            (0.5, lambda: trafilatura.html2txt(main)),
+            (0.0, lambda: trafilatura.baseline(tree)[1]),
+            (0.0, lambda: trafilatura.html2txt(tree)),
         ):
-            lost = _lost(inside, text)
-            if text.strip() and 3 * len(lost) <= len(inside):
+            share = 1 - len(_lost(inside, text)) / max(1, len(inside))
+            if text.strip() and share >= enough:
                 break
             other = attempt()
-            text = other if not text.strip() or 2 * len(_lost(inside, other)) < len(lost) else text
+            better = 2 * len(_lost(inside, other)) < len(_lost(inside, text))
+            text = other if better or not text.strip() else text
     text = re.sub(r".*⁅\d.*", lambda line: _with_code(line, codes), text)
     if not text.strip():
         raise Unreadable(next(iter(left_out), "no text found"))

@@ -24,10 +24,10 @@ from ragkv.ingest.parser import Parsed, Unreadable, join_sections
 _MAX_MESSAGES = 100_000  # of a mailbox
 _MAX_PARTS = 1000  # of a message
 _SEPARATOR = re.compile(
-    rb"(?im)^From [^\n]*\n(?=(?:[!-9;-~]+:[^\n]*\n|[ \t][^\n]*\n){0,50}?"
+    rb"(?im)(?:\A|(?<=\n\n)|^(?=From .*\d:\d\d))From [^\n]*\n(?=(?:[!-9;-~]+:[^\n]*\n|[ \t][^\n]*\n){0,50}?"
     rb"(?:from|date|received|return-path|message-id|subject|to|x-[\w-]+):)"
 )
-"""A line of prose may begin with "From ", so header lines must follow."""
+"""A line of prose may begin with "From ", so header lines must follow, and a blank line or a time stand before."""
 _ENCODED_WORD = re.compile(r"=\?([^?*\s]+)(?:\*[^?]*)?\?([bqBQ])\?([^?]*)\?=")
 
 

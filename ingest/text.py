@@ -104,7 +104,7 @@ def _headings(text: str) -> Iterator[tuple[int, int, str]]:
 
 def _words(heading: str) -> str:
     """A heading without its optional closing `#`s, which follow a space or stand alone."""
-    heading = heading.strip()
+    heading = re.sub(r"<!--.*?-->", "", heading).strip()
     open_ = heading.rstrip("#")
     return open_.rstrip() if not open_ or open_[-1] in " \t" else heading
 

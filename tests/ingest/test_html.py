@@ -91,6 +91,14 @@ def test_a_line_of_text_that_begins_with_a_hash_is_no_heading(tmp_path):
     assert source.left_out == ()
 
 
+def test_a_hint_for_browsers_without_scripts_does_not_count(tmp_path):
+    source = read(
+        tmp_path, "a.html", "<html><body><main><h1>A</h1><p>t</p><noscript>Enable all of JS</noscript></main>"
+    )
+    assert ([section.heading for section in source.sections], source.text) == (["A"], "# A\n\nt")
+    assert read(tmp_path, "b.html", "<html><body><noscript>Enable JS</noscript></body></html>").text == "Enable JS"
+
+
 def test_what_is_outside_of_the_main_text_is_named(tmp_path):
     outside = "<nav><a href='/'>Home</a> <a href='/p'>Products</a></nav><script>var x</script><style>p {}</style>"
     source = read(tmp_path, "a.html", page("<p>See <img src='mill.png' alt='the mill'> it.</p>", outside))

@@ -102,6 +102,8 @@ From here on we use the new key.
 
 From Monday on:
 bring your key.
+From Bob
+To: me, he said.
 
 From b@example.org Mon Mar  3 11:00:00 2025
 Received: by mx;
@@ -119,7 +121,7 @@ def test_a_message_of_a_mailbox_begins_before_header_lines(tmp_path, end):
         (
             "message 1 (One)",
             "From: a@example.org\nSubject: One\n\nHello.\nFrom here on we use the new key.\nFrom now on, too.\n\n"
-            "From Monday on:\nbring your key.",
+            "From Monday on:\nbring your key.\nFrom Bob\nTo: me, he said.",
         ),
         ("message 2 (Two)", "Subject: Two\n\nSecond."),
     ]

@@ -128,7 +128,7 @@ def test_markdown_headings(tmp_path):
         "A",
         *(f"A > {h}" for h in ("Usage", "Licence", "End")),
     ]
-    text = "# A\n<!--\n## old\n-->\n## B\n<!-- ## older -->\n### C\n"
+    text = "# A\n<!--\n## old\n-->\n## B <!-- b -->\n<!-- ## older -->\n### C\n"
     assert [heading for heading, _ in headings(read(tmp_path, "e.md", text))] == ["A", "A > B", "A > B > C"]
     text = "Guide\n=====\nhello\n\nInstall\n---\npip\n\na\nb\n---\n\n---\n\n- item\n---\n| a |\n|---|\n"
     source = read(tmp_path, "a.md", text)
