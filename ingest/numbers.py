@@ -25,7 +25,7 @@ _BUILT_IN = {  # numFmtId, ECMA-376 part 1, 18.8.30; 27 to 36 and 50 to 58 are d
 }
 _QUOTED = re.compile(r'"[^"]*"?|\\.|[_*].|\[(?!h+\]|m+\]|s+\])[^\]]*\]')
 _TOKEN = re.compile(
-    r'"([^"]*)"?|\\(.)|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|([0#?.,]+)|([$%]|[^\x00-\x7f])|([/Ee])|.', re.DOTALL
+    r'"([^"]*)"?|\\(.)|\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|([0#?.,]+)|([ $%]|[^\x00-\x7f])|([/Ee])|.', re.DOTALL
 )
 
 
@@ -122,4 +122,4 @@ def _measured(number: float, code: str) -> str:
     scale = 1000**thousands / (100 if "%" in before + after else 1)
     head, point, tail = digits(repr(abs(number) / scale)).partition(".")
     head = head.zfill(whole.count("0")) if "," not in whole else head
-    return f"{'-' * (number < 0)}{before}{head}{point}{tail}{after}" if mask else plain
+    return f"{'-' * (number < 0)}{before.lstrip()}{head}{point}{tail}{after}" if mask else plain

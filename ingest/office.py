@@ -70,7 +70,7 @@ Block = tuple[str, str, int | None]
 
 
 def read_docx(data: bytes) -> Parsed:
-    """A section per heading. Deleted text of tracked changes and tables of contents are dropped."""
+    """A section per heading. Deleted text of tracked changes is dropped."""
     with opened(data, "DOCX") as package:
         main = package.main("word/document.xml")
         body = package.xml(main)
@@ -80,10 +80,8 @@ def read_docx(data: bytes) -> Parsed:
             for part in package.related(main, f"{kind}s")
             for note in package.part(part, "", f"part with the {kind}s")
         }
-        core = [package.part(part, "", "properties") for part in package.related("", "core-properties")]
-        title = next(
-            (" ".join("".join(named.itertext()).split()) for root in core for named in root.iter("{*}title")), ""
-        )
+        core = package.related("", "core-properties")
+        title = " ".join(_text(package.part(part, "", "properties"), "title") for part in core)
         styles = _styles([package.part(part, "", "styles") for part in package.related(main, "styles")])
         parsed = _document(Walker(package, main, styles=styles, notes=notes), body, title)
         for kind, number in notes:
@@ -209,17 +207,14 @@ class _Workbook:
         self.main = main
         self._package = package
         self._words = Walker(package, main, kind="line").words
-        parts = {
-            kind: [package.part(part, "", what) for part in package.related(main, kind)]
-            for kind, what in (("sharedStrings", "strings"), ("styles", "styles"))
-        }
-        self._strings = [self._words(item) for part in parts["sharedStrings"] for item in part]
-        own = {
-            attribute(f, "numFmtId"): attribute(f, "formatCode") for s in parts["styles"] for f in s.iter("{*}numFmt")
-        }
-        fonts = [val(font, "{*}name") for s in parts["styles"] for font in s.iterfind("{*}fonts/{*}font")]
+        strings = (package.part(part, "", "strings") for part in package.related(main, "sharedStrings"))
+        self._strings = [self._words(item) for part in strings for item in part]
+        styles = [package.part(part, "", "styles") for part in package.related(main, "styles")]
+        formats = [number for root in styles for number in root.iter("{*}numFmt")]
+        own = {attribute(number, "numFmtId"): attribute(number, "formatCode") for number in formats}
+        fonts = [val(font, "{*}name") for root in styles for font in root.iterfind("{*}fonts/{*}font")]
         self._styles: list[tuple[str, str]] = []  # format and font
-        for xf in (xf for s in parts["styles"] for xf in s.iterfind("{*}cellXfs/{*}xf")):
+        for xf in (xf for root in styles for xf in root.iterfind("{*}cellXfs/{*}xf")):
             font = attribute(xf, "fontId")
             name = fonts[int(font)] if font.isdecimal() and int(font) < len(fonts) else ""
             self._styles.append((format_code(attribute(xf, "numFmtId"), own), name))
@@ -291,7 +286,7 @@ class _Workbook:
             value = self._strings[int(value)] if known else ""
         elif "is" in parts:
             value = self._words(cell)
-        elif kind == "b":
+        elif kind == "b" and value:
             value = "true" if value in ("1", "true") else "false"
         elif kind == "n":
             value = formatted(value, code, days=self._days)
@@ -451,6 +446,8 @@ class Walker:
                 self.title = self.title or (text if level == 0 else "")
                 self.place = f'under "{text[:80]}"'
                 yield "heading", f"{'#' * max(1, min(level, 6))} {text}", level
+        elif text:
+            self.package.skip("", "contents line", text)
         boxes, self.boxes, noted, self.noted = self.boxes, [], self.noted, []
         for box in boxes:
             yield from self._drawn(box)

@@ -228,6 +228,7 @@ def styled(*cells: tuple[str, str], workbook: str = "") -> list[str]:
         ("1234.5", "#,##0.00\\ [$€-407]", "1234.5 €"),
         ("-3", "&quot;$&quot;#,##0_);[Red]\\(&quot;$&quot;#,##0\\)", "-$3"),
         ("5", "0&quot; kg&quot;", "5 kg"),
+        ("1234.5", "#,##0.00 &quot;€&quot;", "1234.5 €"),
         ("12", "&quot;1.&quot;0", "1.12"),
         ("1234567", "0.0,,&quot;M&quot;", "1.234567M"),
         ("5", "General&quot; kg&quot;", "5 kg"),
@@ -615,7 +616,7 @@ def test_levels_by_outline_contents_and_loops_of_styles():
     parsed = read_docx(package(body, styles=styles))
     assert parsed.text == "# Eins\n\nplain\n\n## Deep\n\n- item\n  - below\n\nno item"
     assert [section.heading for section in parsed.sections] == ["Eins", "Eins > Deep"]
-    assert parsed.title == "Eins"
+    assert (parsed.title, parsed.left_out) == ("Eins", ["contents line (contents)"])
 
 
 def test_reasons_of_docx(tmp_path):
