@@ -288,10 +288,11 @@ class DenseIndex(SegmentedIndex[NDArray[np.float32], NDArray[np.float32], Vector
 def _exactly(data: Vectors, query: NDArray[np.float32], k: int, allowed: NDArray[np.bool_] | None) -> NDArray[np.int64]:
     """The allowed rows with the best `k` scores, and all that tie with the last of them."""
     rows = None if allowed is None else np.flatnonzero(allowed)
+    # einsum reads the memory almost twice as fast as a product of BLAS
     if rows is None or 4 * len(rows) > len(data.rows):
-        scores = (data.rows @ query)[slice(None) if rows is None else rows]
+        scores = np.einsum("ij,j->i", data.rows, query)[slice(None) if rows is None else rows]
     else:
-        scores = data.rows[rows] @ query
+        scores = np.einsum("ij,j->i", data.rows[rows], query)
     least = np.partition(scores, -k)[-k] - TIE if k < len(scores) else -np.inf
     best = np.flatnonzero(scores >= least)
     return best if rows is None else rows[best]

@@ -334,22 +334,6 @@ def test_saving_again_links_what_has_not_changed(kind, tmp_path):
     assert_right(kind, type(index).load(tmp_path), set(IDS[:20] + IDS[25:260]))
 
 
-@few_kinds
-def test_an_index_that_was_saved_again_is_opened_without_reading_what_is_known(kind, tmp_path, monkeypatch):
-    built(kind, IDS[:200]).save(tmp_path)
-    first, other = (KINDS[kind][0]().load(tmp_path) for _ in range(2))
-    other.update([(IDS[200], KINDS[kind][1][IDS[200]])], [IDS[7]], generation=2, embedder="e")
-    other.save(tmp_path)
-    read: list[str] = []
-    digest = segments._digest
-    monkeypatch.setattr(segments, "_digest", lambda path: read.append(path.name) or digest(path))
-    followed = type(other).load(tmp_path, like=first)
-    large = first.segments[0]
-    assert followed.segments[0].data is large.data
-    assert [name for name in read if name.startswith(large.name)] == [f"{large.name}.hidden.npy"]
-    assert_right(kind, followed, {*IDS[:201]} - {IDS[7]})
-
-
 @saved_kind
 @pytest.mark.parametrize("ids", [[], BLANK])
 def test_indexes_with_nothing_to_find(kind, ids, tmp_path):
