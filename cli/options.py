@@ -28,7 +28,6 @@ import typer
 from ragkv.cli.console import note_wait
 from ragkv.config import (
     CONFIG_FILE,
-    DTYPES,
     MODELS,
     MODES,
     EncodingConfig,
@@ -360,15 +359,6 @@ Device = Annotated[
         callback=_device,
     ),
 ]
-Dtype = Annotated[
-    str | None,
-    _option(
-        "dtype",
-        help="auto, float32, bfloat16, float16 or int8 (weights; a processor).",
-        show_default="auto",
-        autocompletion=one_among(DTYPES),
-    ),
-]
 ContextTokens = Annotated[
     int | None,
     typer.Option(
@@ -533,6 +523,7 @@ QuestionArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _
 ChatArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _question_arguments, "chat")]
 RanksArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _question_arguments, "ranks")]
 _SETTINGS = options_of(IndexConfig)
+Dtype = Annotated[str | None, typer_option(_SETTINGS["dtype"], setting="dtype")]
 IngestSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "ingest", settings=True)]
 PlanSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "plan", settings=True)]
 ShownSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "show", settings=True)]
