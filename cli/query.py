@@ -64,7 +64,6 @@ from ragkv.question import question_options
 from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
 from ragkv.util.options import at_door
-from ragkv.util.plugins import ENGINES
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
@@ -500,6 +499,8 @@ class Chat:
         return True
 
     def _command(self, text: str) -> None:
+        from ragkv.util.plugins import ENGINES  # it reads the metadata of packages
+
         name, _, argument = text.partition(" ")
         match name, argument.strip():
             case "/engine", "":
