@@ -275,7 +275,7 @@ class KVSource:
         by_key = {identity.key(): identity for identity in identities}
         device = self._index.model.place
 
-        def made(missing: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+        def new_kv(missing: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
             return {identity: kv.to(device) for identity, kv in make(missing).items()} if missing else {}
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
@@ -284,7 +284,7 @@ class KVSource:
             absent = [identity for identity in wanted if identity not in stored]
             ahead = prefetch or (self._load_ahead(list(stored)) if absent and stored else None)
             try:
-                loaded = made(absent)
+                loaded = new_kv(absent)
                 if ahead is not None:
                     loaded |= ahead.take([identity for identity in wanted if identity not in loaded])
             finally:
@@ -292,7 +292,7 @@ class KVSource:
                     ahead.drop()
             if rest := [identity for identity in wanted if identity not in loaded]:
                 loaded |= self._store.get_many(rest, device=device, shape=self._index.shape)
-            loaded |= made([identity for identity in rest if identity not in loaded])  # damaged, or deleted meanwhile
+            loaded |= new_kv([identity for identity in rest if identity not in loaded])  # damaged, or deleted meanwhile
             return {identity.key(): self._paged(kv) for identity, kv in loaded.items()}
 
         kvs, held = self.memory().get_many(by_key, load)

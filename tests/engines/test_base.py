@@ -98,11 +98,11 @@ def test_an_engine_in_a_package_of_its_own(site, tmp_path):
     """Found by entry point; its encoding is stored at ingest, its settings are read, its answer is the best chunk's."""
     code, out, errors = CliChild(tmp_path, site, program=SCRIPT).end()
     assert code == 0, errors
-    found = json.loads(out.splitlines()[-1])
-    assert "focus" in found["names"]
-    assert found["module"] == "ragkv_focus"
-    assert found["answer"] == found["alone"]
-    assert (found["misses"], found["hits"]) == (0, 2)
+    results = json.loads(out.splitlines()[-1])
+    assert "focus" in results["names"]
+    assert results["module"] == "ragkv_focus"
+    assert results["answer"] == results["alone"]
+    assert (results["misses"], results["hits"]) == (0, 2)
 
 
 def test_it_is_as_short_as_promised():

@@ -35,17 +35,17 @@ SELECTED = [
 @pytest.fixture
 def selected(monkeypatch):
     """The sequences of recomputed tokens, in order."""
-    made = []
+    output = []
 
     class Recorded(RecomputedSequence):
         __slots__ = ()
 
         def __post_init__(self):
             RecomputedSequence.__post_init__(self)
-            made.append(self)
+            output.append(self)
 
     monkeypatch.setattr(blending, "RecomputedSequence", Recorded)
-    return made
+    return output
 
 
 @pytest.fixture
@@ -161,14 +161,14 @@ def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layer
     numbers = {3: [2], 4: [2, 3], 7: [4, 5, 6], 9: [5, 6, 7, 8]}[model.layers] if layers == "middle" else layers
     weights, scores = attention(model, over), {}
     for place in range(SECOND if over == "prefixed" else len(PREFIX), len(CONTEXT)):
-        each = []
+        entry = []
         for layer in numbers:
             total = 0.0
             for row in range(len(SUFFIX)):
                 mean = sum(float(head[row, place]) for head in weights[layer]) / len(weights[layer])
                 total += mean**2
-            each.append(total**0.5)
-        scores[place] = sum(each) / len(each)
+            entry.append(total**0.5)
+        scores[place] = sum(entry) / len(entry)
     require_best(selected[-1].indices, scores, 6)  # a quarter of 24, also where chunk 1 is not a candidate
 
 
@@ -269,13 +269,13 @@ def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
     for charge in (0.02, 0.1, 0.5, 0.7, 0.79, 1.0):
         engine = make_engine("blend", {"blend": {"select": select, "charge": charge}})
         asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
-        count, found = len(selected), engine.charge(asked, model)
+        count, results = len(selected), engine.charge(asked, model)
         Stream(runtime_of(model), engine, asked)
         fresh = len(selected[-1].indices) if len(selected) > count else 0
         chosen = {"question": len(SUFFIX) * 9, "deviation": 2 * candidates}.get(select, 0) / model.layers
         chosen *= charge < 0.8  # otherwise all are recomputed, without a selection
-        assert found <= charge
-        assert found == pytest.approx((fresh + chosen * (fresh > 0)) / 24)
+        assert results <= charge
+        assert results == pytest.approx((fresh + chosen * (fresh > 0)) / 24)
         if select != "first":
             assert fresh == min(candidates, max(0, int(charge * 24 - chosen)))
 
@@ -292,14 +292,14 @@ def test_beside_other_engines_in_small_steps(make_model):
         engines = [make_engine(name, {name: tuning}) for name, tuning in asked]
         requests = [request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for engine in engines]
         alone = [
-            [token.token_id for token in Runtime(model).decode(engine, one, Generation(max_new_tokens=3))]
-            for engine, one in zip(engines, requests, strict=True)
+            [token.token_id for token in Runtime(model).decode(engine, item, Generation(max_new_tokens=3))]
+            for engine, item in zip(engines, requests, strict=True)
         ]
         for batch_tokens in (2, 7, 40):
             runtime = Runtime(model, batch_tokens=batch_tokens)
             jobs = [
-                runtime.submit(engine, one, Generation(max_new_tokens=3))
-                for engine, one in zip(engines, requests, strict=True)
+                runtime.submit(engine, item, Generation(max_new_tokens=3))
+                for engine, item in zip(engines, requests, strict=True)
             ]
             found = [[token.token_id for token in runtime.tokens(job)] for job in jobs]
             assert found == alone
@@ -311,7 +311,7 @@ def test_a_pass_that_failed_is_read_again(make_model, monkeypatch, runtime_warni
     model, attend = make_model("llama-deep"), Step.attend
     engine = make_engine("blend", {"blend": {"ratio": 0.5}})
     other = make_engine("block", {})
-    requests = [request(model, each, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for each in (engine, other)]
+    requests = [request(model, entry, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for entry in (engine, other)]
     expected = [t.token_id for t in Runtime(model).decode(engine, requests[0], Generation(max_new_tokens=4))]
     for kind in ("AttentionProbe", "RecomputedSequence"):
         failed = []
@@ -326,8 +326,8 @@ def test_a_pass_that_failed_is_read_again(make_model, monkeypatch, runtime_warni
         monkeypatch.setattr(Step, "attend", failing)
         runtime = Runtime(model)
         jobs = [
-            runtime.submit(each, one, Generation(max_new_tokens=4))
-            for each, one in zip((engine, other), requests, strict=True)
+            runtime.submit(entry, one, Generation(max_new_tokens=4))
+            for entry, one in zip((engine, other), requests, strict=True)
         ]
         assert [t.token_id for t in runtime.tokens(jobs[0])] == expected
         assert failed

@@ -36,13 +36,13 @@ def same(found, expected):
 def compare(model, name, *, tuning=None, literal=None, **changes):
     """Check that scores, tokens and winners equal those of the reference of the same name."""
     asked = ASKED | changes
-    found, expected = [], []
-    ids, winners = run(model, name, tuning=tuning, trace=found, **asked)
+    results, expected = [], []
+    ids, winners = run(model, name, tuning=tuning, trace=results, **asked)
     scores = (asked["scores"],) if name == "pced" else ()
     with model.plain() as plain:
         parts = (asked["prefix"], asked["chunks"], asked["suffix"], *scores, asked["steps"])
         answer = getattr(oracle, name)(plain, *parts, trace=expected, **literal or {})
-    same(found, expected)
+    same(results, expected)
     assert (ids, winners) == answer if name == "pced" else ids == answer
 
 

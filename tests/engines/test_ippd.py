@@ -53,11 +53,11 @@ def test_the_papers_single_prompt_has_the_same_numbers(unlike_family, make_model
     asked = [([i for chunk in chunks for i in chunk], question) for chunks in CONTEXTS for question in QUESTIONS]
     with model.plain() as plain:
         ids, scores = oracle.stacked(plain, PREFIX, asked, LENGTHS)
-    tokens, found = _together(model)
+    tokens, results = _together(model)
     reach = 3e-5 * max(float(each[each.isfinite()].abs().max()) for some in scores for each in some)
     for number, length in enumerate(map(len, tokens)):  # an answer may end before the reference does
         assert [token.token_id for token in tokens[number]] == ids[number][:length]
-        mine, theirs = torch.stack(found[number]), torch.stack(scores[number][:length])
+        mine, theirs = torch.stack(results[number]), torch.stack(scores[number][:length])
         torch.testing.assert_close(mine.flatten(), theirs.flatten(), atol=reach, rtol=0)
 
 
@@ -85,11 +85,11 @@ def test_instruction_and_contexts_are_read_once(make_model, steps_of):
 @pytest.mark.parametrize("prefix", [[], PREFIX])
 def test_without_a_context_the_instruction_is_all(prefix, make_model):
     model = make_model("llama")
-    found = []
+    results = []
     for name in ("ippd", "full"):
         wanted = request(model, make_engine(name, {}), chunks=[], scores=[], prefix=prefix)
-        found.append([t.token_id for t in runtime_of(model).decode(make_engine(name, {}), wanted, GREEDY)])
-    assert found[0] == found[1]
+        results.append([t.token_id for t in runtime_of(model).decode(make_engine(name, {}), wanted, GREEDY)])
+    assert results[0] == results[1]
 
 
 def _merged_adapter(model):
@@ -143,9 +143,9 @@ def test_nothing_that_other_weights_computed_is_used_again(change):
 def test_a_shared_sequence_counts_once():
     engine = make_engine("ippd", {})
     chunks = request(None, make_engine("full", {})).chunks
-    one, two = (Request(prefix_ids=(1, 2), chunks=chunks, suffix_ids=ids) for ids in ((3,), (4, 5)))
-    assert engine.demand(one, 4).tokens == 5
-    assert engine.demand(one, 4).shared == engine.demand(two, 4).shared
-    assert list(engine.demand(one, 4).shared.values()) == [2, sum(map(len, CHUNKS))]
+    item, two = (Request(prefix_ids=(1, 2), chunks=chunks, suffix_ids=ids) for ids in ((3,), (4, 5)))
+    assert engine.demand(item, 4).tokens == 5
+    assert engine.demand(item, 4).shared == engine.demand(two, 4).shared
+    assert list(engine.demand(item, 4).shared.values()) == [2, sum(map(len, CHUNKS))]
     other = Request(prefix_ids=(1, 2), chunks=chunks[:1], suffix_ids=(3,))
-    assert len(engine.demand(one, 4).shared.keys() & engine.demand(other, 4).shared.keys()) == 1
+    assert len(engine.demand(item, 4).shared.keys() & engine.demand(other, 4).shared.keys()) == 1

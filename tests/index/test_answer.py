@@ -57,9 +57,9 @@ def test_the_index_settles_what_the_request_leaves_open(rag, tmp_path, model_fol
     assert '[decoding]\ntemperature = 0.5\nseed = 7\nstop = [\n    "\\n",\n]\n' in text
     assert IndexConfig.from_toml(text) == config
     assert "[decoding]" not in IndexConfig().to_toml()
-    made = tmp_path / "index"
+    output = tmp_path / "index"
     settings = Decoding(temperature=0.5, seed=7)
-    with RagKV.create(made, model=str(model_folder), chunk_tokens=128, decoding=settings) as own:
+    with RagKV.create(output, model=str(model_folder), chunk_tokens=128, decoding=settings) as own:
         (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel in 1907.")
         own.ingest(tmp_path / "a.txt")
         kept = own.query(QUESTION, max_new_tokens=2).decoding
@@ -68,10 +68,10 @@ def test_the_index_settles_what_the_request_leaves_open(rag, tmp_path, model_fol
         assert (changed["temperature"], changed["seed"], changed["top_p"]) == (0.5, 7, 0.5)
         replaced = own.query(QUESTION, max_new_tokens=2, decoding=Decoding()).decoding
         assert (replaced["temperature"], replaced["seed"]) == (0.0, None)
-    text = (made / CONFIG_FILE).read_text()
-    (made / CONFIG_FILE).write_text(text.replace("temperature = 0.5", "temperature = -2.0"))
+    text = (output / CONFIG_FILE).read_text()
+    (output / CONFIG_FILE).write_text(text.replace("temperature = 0.5", "temperature = -2.0"))
     with pytest.raises(ConfigError, match=r"temperature must be 0 .greedy. or from"):
-        RagKV.open(made)
+        RagKV.open(output)
     with pytest.raises(ConfigError, match="unknown key 'heat'"):
         rag.query(QUESTION, decoding={"heat": 1})
 

@@ -67,11 +67,11 @@ def test_each_question_with_options_of_its_own(rag):
         {"question": QUESTIONS[3], "top_k": 1, "decoding": {"temperature": 1.5, "seed": 3}},
         {"question": QUESTIONS[4], "chunks": rag.retrieve(QUESTIONS[5], top_k=2)},
     ]
-    found = rag.query_many(asked, engine="block", max_new_tokens=5)
-    for each, answer in zip(asked, found, strict=True):
+    outcome = rag.query_many(asked, engine="block", max_new_tokens=5)
+    for each, answer in zip(asked, outcome, strict=True):
         own = {"question": each} if isinstance(each, str) else each
         assert same(answer) == same(rag.query(**({"engine": "block", "max_new_tokens": 5} | own)))
-    assert [source.document for source in found[2].sources] == ["Kesk.txt"]
+    assert [source.document for source in outcome[2].sources] == ["Kesk.txt"]
 
 
 def test_results_come_as_they_finish_and_an_error_ends_one_alone(rag):
@@ -152,19 +152,19 @@ def test_tasks(rag):
     asked = [*QUESTIONS, "zzzqqq"]
 
     async def run():
-        one = asyncio.create_task(rag.aquery(QUESTIONS[0], engine="block", max_new_tokens=4))
+        item = asyncio.create_task(rag.aquery(QUESTIONS[0], engine="block", max_new_tokens=4))
         results = [result async for result in rag.aquery_each(asked, engine="block", max_new_tokens=4)]
         with pytest.raises(RetrievalError):
             await rag.aquery_many(asked, engine="block", max_new_tokens=4)
-        return await rag.aquery_many(QUESTIONS, engine="block", max_new_tokens=4), results, await one
+        return await rag.aquery_many(QUESTIONS, engine="block", max_new_tokens=4), results, await item
 
-    many, results, one = asyncio.run(run())
+    many, results, item = asyncio.run(run())
     alone = [same(rag.query(question, engine="block", max_new_tokens=4)) for question in QUESTIONS]
     assert [same(answer) for answer in many] == alone
     by_number = {result.number: result for result in results}
     assert [same(by_number[n].answer) for n in range(len(QUESTIONS))] == alone
     assert isinstance(by_number[len(QUESTIONS)].error, RetrievalError)
-    assert same(one) == alone[0]
+    assert same(item) == alone[0]
 
 
 def test_leaving_a_task_early_ends_the_rest(rag):

@@ -104,11 +104,11 @@ def test_mini_gets_earlier_turns_in_the_search_alone_until_something_else_is_mea
         assert worded(rag, ASKED, TURNS, ["Be brief."]) == (BOTH, f"Be brief.\n\n{ASKED}")
         assert worded(rag, ASKED, []) == (ASKED, ASKED)
         former = report(rag, "prompt", by="agreement")
-        for kept in (
+        for rest in (
             *([report(rag, "search")], [report(rag, "prompt", "another")], [report(rag, None)], [former]),
             *("damage", [3]),
         ):
-            rag.store.put_meta("quality", kept)
+            rag.store.put_meta("quality", rest)
             assert worded(rag, ASKED, TURNS) == (BOTH, ASKED)
         rag.store.put_meta("quality", [{"fingerprint": rag.index.fingerprint, "conversation": {"verdict": ["good"]}}])
         assert measured_history(rag.store, rag.index.fingerprint) is None

@@ -63,11 +63,11 @@ def test_every_chunk_has_its_own_kv_in_the_order_of_the_question(rag, engine, na
     """First stored or newly encoded, then from memory, after a question with another order."""
     scored = by_source(rag, *names)
     for order in (scored, scored[::-1], scored[1:] + scored[:1]):
-        made, _ = asked(rag, order, engine)
-        prefix = made.prefix if engine == "ape" else None
-        for chunk, given in zip(made.chunks, order, strict=True):
+        request, _ = asked(rag, order, engine)
+        prefix = request.prefix if engine == "ape" else None
+        for chunk, given in zip(request.chunks, order, strict=True):
             assert (chunk.token_ids, chunk.score) == (given.chunk.token_ids, given.score)
-            assert chunk.kv.encoded_at == (len(made.prefix_ids) if engine == "ape" else 0)
+            assert chunk.kv.encoded_at == (len(request.prefix_ids) if engine == "ape" else 0)
             same(chunk.kv, expected(rag, given, prefix))
 
 
@@ -78,32 +78,32 @@ def test_hits_and_misses_are_counted_by_chunk(rag):
     twin = replace(halden, chunk=replace(halden.chunk, chunk_id="my own"))
     again = replace(own, chunk=replace(own.chunk, chunk_id="my own too"))
     sizes = {s.source: expected(rag, s).nbytes // 2 for s in (halden, own, carr)}  # in memory as float16
-    made, use = asked(rag, [halden, twin, own, again])
+    request, use = asked(rag, [halden, twin, own, again])
     assert (use.hits, use.misses, use.memory_hits) == (2, 2, 0)
     assert (use.bytes, use.tokens) == (2 * sizes[halden.source], 2 * len(halden.chunk.token_ids))
-    assert made.chunks[0].kv is made.chunks[1].kv
-    assert made.chunks[2].kv is made.chunks[3].kv
-    made, use = asked(rag, [halden, twin, carr, own])
+    assert request.chunks[0].kv is request.chunks[1].kv
+    assert request.chunks[2].kv is request.chunks[3].kv
+    request, use = asked(rag, [halden, twin, carr, own])
     assert (use.hits, use.misses, use.memory_hits) == (4, 0, 3)
     assert use.bytes == 2 * sizes[halden.source] + sizes[carr.source] + sizes[own.source]
 
 
 def test_what_a_question_is_given(rag):
-    made, use = asked(rag, by_source(rag, *TEXTS), "full")
-    assert made.prefix is None
-    assert [chunk.kv for chunk in made.chunks] == [None] * 3
+    request, use = asked(rag, by_source(rag, *TEXTS), "full")
+    assert request.prefix is None
+    assert [chunk.kv for chunk in request.chunks] == [None] * 3
     assert (use.hits, use.misses, use.bytes, use.tokens) == (0, 0, 0, 0)
     [scored] = by_source(rag, "halden.txt")
-    made, _ = asked(rag, [replace(scored, retrieval_score=7.5, rerank_score=-3.0, score=0.25)], "pced")
-    assert [chunk.score for chunk in made.chunks] == [0.25]
+    request, _ = asked(rag, [replace(scored, retrieval_score=7.5, rerank_score=-3.0, score=0.25)], "pced")
+    assert [chunk.score for chunk in request.chunks] == [0.25]
     [scored] = by_source(rag, "carr.txt")
     foreign = replace(scored, chunk=replace(scored.chunk, token_ids=(5, 10**6)))
     with pytest.raises(CorruptStoreError, match="tokens that its model does not have"):
         asked(rag, [foreign])
     identity = rag.kv_source.identity(Encoding.STANDALONE, asked(rag, [])[0].prefix_ids)
     assert rag.store.has_kv(identity)
-    made, _ = asked(rag, by_source(rag, "carr.txt"), "ape")
-    same(made.prefix, rag.model.encode([made.prefix_ids])[0])
+    request, _ = asked(rag, by_source(rag, "carr.txt"), "ape")
+    same(request.prefix, rag.model.encode([request.prefix_ids])[0])
 
 
 def test_only_what_memory_lacks_is_loaded_ahead(rag):
@@ -144,7 +144,7 @@ def test_chunks_of_ones_own_are_kept_only_on_request(rag):
 # --- what is on its way
 
 
-def one(number):
+def key_of(number):
     return KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=(number,))
 
 
@@ -160,12 +160,12 @@ def test_what_is_taken_or_dropped_was_waited_for(taken):
     def load():
         gate.wait(600)
         ended.set()
-        return {one(1): tiny(), one(2): tiny()}
+        return {key_of(1): tiny(), key_of(2): tiny()}
 
     prefetch = Prefetch(load)
     threading.Timer(0.05, gate.set).start()
     if taken:
-        assert set(prefetch.take([one(2), one(3)])) == {one(2)}
+        assert set(prefetch.take([key_of(2), key_of(3)])) == {key_of(2)}
         assert ended.is_set()
     prefetch.drop()
     assert ended.is_set()
@@ -178,31 +178,31 @@ def test_whatever_prevents_a_load_ahead_is_left_to_the_answers_own(error, monkey
     def load():
         raise error
 
-    assert Prefetch(load).take([one(1)]) == {}
+    assert Prefetch(load).take([key_of(1)]) == {}
 
     def start(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    prefetch = Prefetch(lambda: {one(1): tiny()})
-    assert prefetch.take([one(1)]) == {}
+    prefetch = Prefetch(lambda: {key_of(1): tiny()})
+    assert prefetch.take([key_of(1)]) == {}
     prefetch.drop()
 
 
 def test_what_was_taken_or_dropped_is_held_no_longer():
     """KV is large: unneeded or released KV must not live as long as the loader."""
-    prefetch = Prefetch(lambda: {one(1): tiny(), one(2): tiny()})
-    taken = prefetch.take([one(1)])
-    held = weakref.ref(taken[one(1)].keys[0])
+    prefetch = Prefetch(lambda: {key_of(1): tiny(), key_of(2): tiny()})
+    taken = prefetch.take([key_of(1)])
+    held = weakref.ref(taken[key_of(1)].keys[0])
     del taken
     gc.collect()
     assert held() is None
-    loads = [{one(1): tiny()}]
-    watched = weakref.ref(loads[0][one(1)].keys[0])
+    loads = [{key_of(1): tiny()}]
+    watched = weakref.ref(loads[0][key_of(1)].keys[0])
     other = Prefetch(loads.pop)
     other.drop()
     gc.collect()
-    assert other.take([one(1)]) == {}
+    assert other.take([key_of(1)]) == {}
     prefetch.drop()
     assert watched() is None
 
@@ -217,7 +217,7 @@ DOCUMENTS = {
 QUESTIONS = ["Who founded Halden Works?", "What does Bolt Ltd make?", "Who founded Carr Mills?"]
 
 
-def made(tmp_path, name="index", **settings):
+def index_of(tmp_path, name="index", **settings):
     documents = tmp_path / "documents"
     documents.mkdir(exist_ok=True)
     for file, text in DOCUMENTS.items():
@@ -237,13 +237,13 @@ def stored(rag):
 
 def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
     """Asked twice, on demand, with room for two chunks and for none: new KV is rounded before it is read."""
-    with made(tmp_path, "all", codec="q8") as rag:
+    with index_of(tmp_path, "all", codec="q8") as rag:
         expected = {(q, e): ask(rag, q, e).text for q in QUESTIONS[:2] for e in ("ape", "block")}
         token = rag.index.shape.token_bytes
     for number, settings in enumerate(
         ({"kv": "on-demand"}, {"kv": "on-demand", "kv_budget": 60 * token}, {"kv_budget": 0}, {"memory_budget": 0})
     ):
-        with made(tmp_path, str(number), codec="q8", **settings) as rag:
+        with index_of(tmp_path, str(number), codec="q8", **settings) as rag:
             assert (stored(rag) == 0) == (number != 3)
             for _ in range(2):
                 for (question, engine), text in expected.items():
@@ -258,7 +258,7 @@ def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
 
 
 def test_the_second_question_finds_what_the_first_made(tmp_path):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         first = ask(rag)
         rag.maintenance.settle()
         assert (first.kv.hits, first.kv.misses) == (0, 2)
@@ -274,7 +274,7 @@ def test_the_second_question_finds_what_the_first_made(tmp_path):
 
 
 def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, monkeypatch):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         ask(rag, top_k=1)
         rag.maintenance.settle()
         passes, loads = [], []
@@ -302,7 +302,7 @@ def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, mo
 
 @pytest.mark.parametrize("engine", ["block", "ape"])
 def test_nothing_is_written_before_the_first_token(tmp_path, monkeypatch, engine):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         _ = rag.index.shape
         commits = []
         write = rag.store._database.write
@@ -321,7 +321,7 @@ def test_nothing_is_written_before_the_first_token(tmp_path, monkeypatch, engine
 
 
 def test_a_cancelled_answer_and_a_closed_index_keep_what_was_made(tmp_path):
-    rag = made(tmp_path, kv="on-demand")
+    rag = index_of(tmp_path, kv="on-demand")
     stream = rag.stream(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=50)
     next(iter(stream))
     stream.close()
@@ -332,7 +332,7 @@ def test_a_cancelled_answer_and_a_closed_index_keep_what_was_made(tmp_path):
 
 
 def test_a_batch_encodes_each_chunk_once_also_without_memory(tmp_path, monkeypatch):
-    with made(tmp_path, kv="on-demand", memory_budget=0) as rag:
+    with index_of(tmp_path, kv="on-demand", memory_budget=0) as rag:
         _ = rag.index.shape
         encoded, encode = [], rag.model.encode
 
@@ -347,7 +347,7 @@ def test_a_batch_encodes_each_chunk_once_also_without_memory(tmp_path, monkeypat
 
 
 def test_a_read_only_index_answers_and_records_nothing(tmp_path):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         expected = ask(rag).text
         rag.maintenance.settle()
         before = rag.store.ledger()
@@ -359,7 +359,7 @@ def test_a_read_only_index_answers_and_records_nothing(tmp_path):
 
 
 def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         write_behind = rag.index.write_behind
         hold, held = threading.Event(), threading.Event()
 
@@ -405,9 +405,9 @@ def test_what_no_thread_could_be_started_for_is_written_when_the_index_is_closed
 
 
 def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
-    with made(tmp_path, "all") as rag:
+    with index_of(tmp_path, "all") as rag:
         whole, count, token = rag.store.kv_bytes, stored(rag), rag.index.shape.token_bytes
-    with made(tmp_path, "some", kv_budget=whole // 2) as rag:
+    with index_of(tmp_path, "some", kv_budget=whole // 2) as rag:
         assert 0 < stored(rag) < count
         assert rag.store.kv_bytes <= whole // 2
         assert rag.maintenance.verify().ok
@@ -422,7 +422,7 @@ def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
 
 
 def test_the_lease_of_a_running_answer_keeps_its_kv(tmp_path):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         ask(rag)
         rag.maintenance.settle()
         with rag.stream(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=50) as stream:
@@ -434,7 +434,7 @@ def test_the_lease_of_a_running_answer_keeps_its_kv(tmp_path):
 
 
 def test_warming_makes_what_is_asked_for_and_no_more_the_second_time(tmp_path):
-    with made(tmp_path, kv="on-demand", engines=("block",)) as rag:
+    with index_of(tmp_path, kv="on-demand", engines=("block",)) as rag:
         wanted = rag.maintenance.wanted(questions=[{"question": QUESTIONS[0], "engine": "block", "top_k": 1}])
         report = rag.maintenance.warm(wanted)
         assert (report.wanted, report.encoded, report.present, report.refused) == (1, 1, 0, 0)
@@ -453,7 +453,7 @@ def test_warming_makes_what_is_asked_for_and_no_more_the_second_time(tmp_path):
 
 
 def test_a_question_without_chunks_is_no_use(tmp_path):
-    with made(tmp_path, kv="on-demand") as rag:
+    with index_of(tmp_path, kv="on-demand") as rag:
         with pytest.raises(RetrievalError):
             ask(rag, "zzzz qqqq")
         rag.request(make_engine("block", {}), QUESTIONS[0], [])

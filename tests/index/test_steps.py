@@ -44,11 +44,11 @@ def told(answer) -> tuple:
 
 def test_rankings_are_interleaved_and_each_gives_what_none_has_given():
     def slowly(rankings, most):
-        found = []
+        results = []
         for each in chain(*zip_longest(*rankings)):
-            if each is not None and each not in found:
-                found.append(each)
-        return found[:most]
+            if each is not None and each not in results:
+                results.append(each)
+        return results[:most]
 
     assert interleaved(["ab", "cd"], 9, str) == slowly(["ab", "cd"], 9) == list("acbd")
     assert interleaved(["abc", "de", "f"], 4, str) == slowly(["abc", "de", "f"], 4) == list("adfb")
@@ -114,29 +114,29 @@ def test_conditions_hold_in_every_step_and_restrictions_for_the_answer_alone(rag
 
 
 def test_together_as_one_by_one(rag, monkeypatch):
-    texts = {f"question {at}": each for at, each in enumerate([[LEADER, TOWN], [""], [TOWN, ""], [LEADER, LEADER]])}
+    texts = {f"question {at}": entry for at, entry in enumerate([[LEADER, TOWN], [""], [TOWN, ""], [LEADER, LEADER]])}
     asked = [{"question": f"{QUESTION} question {at}", "engine": ENGINES[at], "steps": 3} for at in range(4)]
     asked.insert(1, QUESTION)
 
     def script():
         monkeypatch.undo()
-        written(monkeypatch, ENGINES, {f"Look for: {QUESTION} {name}": list(each) for name, each in texts.items()})
+        written(monkeypatch, ENGINES, {f"Look for: {QUESTION} {name}": list(entry) for name, entry in texts.items()})
 
     script()
-    alone = [rag.query_many([each], max_new_tokens=4)[0] for each in asked]
+    alone = [rag.query_many([entry], max_new_tokens=4)[0] for entry in asked]
     script()
-    assert [told(each) for each in rag.query_many(asked, max_new_tokens=4)] == [told(each) for each in alone]
-    assert [len(each.queries) for each in alone] == [2, 0, 0, 1, 1]
+    assert [told(entry) for entry in rag.query_many(asked, max_new_tokens=4)] == [told(entry) for entry in alone]
+    assert [len(entry.queries) for entry in alone] == [2, 0, 0, 1, 1]
     script()
     one_by_one = [
-        asyncio.run(rag.aquery(max_new_tokens=4, **({"question": each} if isinstance(each, str) else each)))
-        for each in asked
+        asyncio.run(rag.aquery(max_new_tokens=4, **({"question": entry} if isinstance(entry, str) else entry)))
+        for entry in asked
     ]
-    assert [told(each) for each in one_by_one] == [told(each) for each in alone]
+    assert [told(entry) for entry in one_by_one] == [told(entry) for entry in alone]
     # no memory for a second question's KV: it waits, also between its steps
     script()
     monkeypatch.setattr(rag.index.runtime.pool, "budget", 1)
-    assert [told(each) for each in rag.query_many(asked, max_new_tokens=4)] == [told(each) for each in alone]
+    assert [told(entry) for entry in rag.query_many(asked, max_new_tokens=4)] == [told(entry) for entry in alone]
     assert rag.index.runtime.idle
 
 

@@ -60,15 +60,17 @@ def test_what_one_index_has_encoded_another_one_loads(make, tmp_path):
 
 
 def test_an_on_demand_index_writes_what_a_question_encodes(make, tmp_path):
-    with make("one", kv="on-demand") as one:
-        one.ingest([tmp_path / name for name in TEXTS])
+    with make("one", kv="on-demand") as item:
+        item.ingest([tmp_path / name for name in TEXTS])
         assert objects(tmp_path) == []
-        one.query(QUESTION, engine="block")
-        one.maintenance.settle()
+        item.query(QUESTION, engine="block")
+        item.maintenance.settle()
         assert len(objects(tmp_path)) == 2
         shutil.rmtree(tmp_path / "objects")
-        report = one.maintenance.warm(one.maintenance.wanted(documents=["*"]))  # stored KV is written to the tier again
-        one.maintenance.settle()
+        report = item.maintenance.warm(
+            item.maintenance.wanted(documents=["*"])
+        )  # stored KV is written to the tier again
+        item.maintenance.settle()
         assert (report.present, len(objects(tmp_path))) == (2, 2)
 
 

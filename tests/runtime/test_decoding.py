@@ -139,14 +139,14 @@ def test_sampling_that_leaves_one_token_is_greedy(decoding, make_model):
 def test_processors_of_the_callers_own_may_write_in_place(make_model):
     model = make_model("llama")
     stream = Stream(runtime_of(model), *asked(model, "pced"))
-    best, kept = stream.best(), stream.scores.clone()
+    best, rest = stream.best(), stream.scores.clone()
 
     def ban(ids, scores):
         scores[:, best] = -torch.inf
         return scores
 
-    assert Sampler(Decoding(), [ban]).choose(Sample(stream.scores), []) == (kept.topk(2).indices[1], None)
-    assert torch.equal(stream.scores, kept)
+    assert Sampler(Decoding(), [ban]).choose(Sample(stream.scores), []) == (rest.topk(2).indices[1], None)
+    assert torch.equal(stream.scores, rest)
     assert best not in answer(model, "pced", processors=[ban])
 
 
@@ -203,19 +203,19 @@ def test_threads_do_not_influence_each_other(make_model):
     model = make_model("llama")
     alone = [answer(model, name, decoding, steps=12) for name, decoding in MANY]
     state = torch.get_rng_state()
-    found: list[list[int]] = [[] for _ in MANY]
+    results: list[list[int]] = [[] for _ in MANY]
     gate = threading.Barrier(len(MANY))
 
     def work(i: int) -> None:
         gate.wait()
-        found[i] = answer(model, MANY[i][0], MANY[i][1], steps=12)
+        results[i] = answer(model, MANY[i][0], MANY[i][1], steps=12)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(MANY))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == alone
+    assert results == alone
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn from the process's generator
 
 

@@ -108,15 +108,15 @@ class Stated:
         start = sequence.position - sequence.cache.length
         tokens, places = [*tokens, *own], [*places, *range(start, start + len(own))]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf)
-        at, visible = 0, []
+        place, visible = 0, []
         for seen, count in groups:
             for i in range(seen + count):
-                mask[at + i, at : at + i + 1] = 0
-            visible += range(at + seen, at + seen + count)
-            at += seen + count
+                mask[place + i, place : place + i + 1] = 0
+            visible += range(place + seen, place + seen + count)
+            place += seen + count
         for i in range(len(own)):
-            mask[at + i, visible] = 0
-            mask[at + i, at : at + i + 1] = 0
+            mask[place + i, visible] = 0
+            mask[place + i, place : place + i + 1] = 0
         with self.model.plain("eager") as plain:
             return (
                 plain(
@@ -184,16 +184,16 @@ def _answers(runtime, engine, asked, steps=5):
 def test_every_executor_gives_the_same_answer(name, executor, make_model):
     runtime, ask = executor
     engine = make_engine(name, {})
-    made = runtime()
-    if made.executor.traits.max_sequences == 2 and name == "pced":
+    output = runtime()
+    if output.executor.traits.max_sequences == 2 and name == "pced":
         with pytest.raises(
             UsageError, match=r"needs 4 sequences at a time, and the stated executor has 2; lower --top-k"
         ):
-            made.submit(engine, ask(engine), Generation(max_new_tokens=5))
+            output.submit(engine, ask(engine), Generation(max_new_tokens=5))
         return
     model = make_model("llama")
     expected = _answers(Runtime(model), engine, [request(model, engine)])
-    assert _answers(made, engine, [ask(engine)]) == expected
+    assert _answers(output, engine, [ask(engine)]) == expected
 
 
 def test_requests_together_get_the_answers_of_each_alone(executor):

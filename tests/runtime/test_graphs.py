@@ -27,11 +27,11 @@ def passes(model):
     chunks = model.encode([range(5, 14), range(20, 41), (7, 8)])
 
     def over(*which, start=3, temperature=1.0):
-        placed, at = [], start
+        placed, place = [], start
         for chunk in which:
-            placed.append(PlacedChunk(kv=chunks[chunk], start=at))
-            at += chunks[chunk].tokens
-        return TokenSequence((ChunkGroup(segments=tuple(placed), temperature=temperature),), at)
+            placed.append(PlacedChunk(kv=chunks[chunk], start=place))
+            place += chunks[chunk].tokens
+        return TokenSequence((ChunkGroup(segments=tuple(placed), temperature=temperature),), place)
 
     first, other = over(0, 1, 2), over(2, 1, start=9)
     yield [over(1, 0)], [range(40, 51)]
@@ -57,13 +57,13 @@ def compared(model, monkeypatch, close, *, recorded=False):
     """For each pass, whether it ran in pieces; its logits must equal those of the model's kernels."""
     pieces, replays, replayed = PiecewiseGraphs(None if recorded else cache(graphs.Capture)), [], graphs._Captured.run
     monkeypatch.setattr(graphs._Captured, "run", lambda *given: replays.append(1) or replayed(*given))
-    in_pieces, found, expected = [], [], []
+    in_pieces, results, expected = [], [], []
     for (rows, ids), (others, _) in zip(passes(model), passes(model), strict=True):
         replays.clear()
-        found.append(model.step(rows, ids, run=pieces.logits))
+        results.append(model.step(rows, ids, run=pieces.logits))
         expected.append(model.step(others, ids))
         in_pieces.append(bool(replays))
-    torch.testing.assert_close(found, expected, **close)  # at the end, to see that later passes do not overwrite them
+    torch.testing.assert_close(results, expected, **close)  # at the end, to see that later passes do not overwrite them
     return in_pieces
 
 
@@ -290,12 +290,12 @@ def test_a_recording_that_computes_something_else_is_not_used(make_model, soon, 
     assert refusals(caplog) == ["a recording of it computes something else"]
 
 
-def launches(work, *given):
+def launches(work, *values):
     """The result of `work`, and a function that computes it again."""
     recording = graphs.Recording()
     with recording.aside():
         recording.begin()
-        return work(*given), recording.end()
+        return work(*values), recording.end()
 
 
 def _many_operations(x, places):
@@ -310,12 +310,12 @@ def _many_operations(x, places):
 @torch.inference_mode()
 def test_operations_are_computed_again_into_the_same_memory():
     x, places = torch.randn(5, 4), torch.tensor([3, 1, 1])
-    found, again = launches(_many_operations, x, places)
+    results, again = launches(_many_operations, x, places)
     for _ in range(2):
         x.copy_(torch.randn(5, 4))
         places.copy_(torch.randint(5, (3,)))
         again()
-        torch.testing.assert_close(found, _many_operations(x, places), **EXACT)
+        torch.testing.assert_close(results, _many_operations(x, places), **EXACT)
 
 
 def test_a_function_of_torch_that_computes_something_else_is_not_called_again(monkeypatch):
@@ -324,12 +324,12 @@ def test_a_function_of_torch_that_computes_something_else_is_not_called_again(mo
         _op = staticmethod(lambda x: x + 1)
 
     monkeypatch.setattr(torch, "one_more", lambda x, *, out: out.fill_(7), raising=False)
-    x, made = torch.zeros(3), torch.ones(3)
-    again = graphs._again(Op, (x,), {}, [made])
-    assert made.tolist() == [1, 1, 1]
+    x, output = torch.zeros(3), torch.ones(3)
+    again = graphs._again(Op, (x,), {}, [output])
+    assert output.tolist() == [1, 1, 1]
     x.fill_(4)
     again()
-    assert made.tolist() == [5, 5, 5]
+    assert output.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def kvs(model):
 
 
 def side_by_side(kvs, *, start=3):
-    found = []
+    results = []
     for kv in kvs:
-        found.append(PlacedChunk(kv=kv, start=start))
-        start = found[-1].end
-    return tuple(found)
+        results.append(PlacedChunk(kv=kv, start=start))
+        start = results[-1].end
+    return tuple(results)
 
 
 def settled(pool, model, rows, active=None, *, windowed=False):
@@ -126,11 +126,11 @@ def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
 def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
     """Adjacent chunks, chunks with a gap, and overlapping chunks; a window depends on each token's position."""
     model = make_model(family)
-    segments, at = [], 2
+    segments, place = [], 2
     for kv, gap in zip(model.encode([CHUNKS[i][:n] for i, n in enumerate((4, 3, 5))]), gaps, strict=True):
-        segments.append(PlacedChunk(kv=kv, start=at + gap))
-        at = segments[-1].end
-    apart, together = TokenSequence.over(segments, position=at), TokenSequence.over(segments, position=at)
+        segments.append(PlacedChunk(kv=kv, start=place + gap))
+        place = segments[-1].end
+    apart, together = TokenSequence.over(segments, position=place), TokenSequence.over(segments, position=place)
     settled(ContextLayout(), model, [together], windowed=bool(model.windows))
     expected = model.step([apart], [[100, 101, 102]], every=True)
     found = model.step([together], [[100, 101, 102]], every=True)

@@ -38,12 +38,18 @@ from ragkv.runtime.step import Job
 from ragkv.store import MemoryTier
 
 
-def one(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82)):
+def case(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82)):
     tuning = next(each for each in TUNINGS if each[0] == name)
     return Asked(engine=tuning, chunks=chunks, suffix=suffix, steps=steps)
 
 
-CROWD = [one("block"), one("ape", (3, 5)), one("pced", (5, 1)), one("full", (0, 2), suffix=(90,)), one("common", (3,))]
+CROWD = [
+    case("block"),
+    case("ape", (3, 5)),
+    case("pced", (5, 1)),
+    case("full", (0, 2), suffix=(90,)),
+    case("common", (3,)),
+]
 
 
 def submit(runtime, model, asked, **more):
@@ -56,15 +62,15 @@ def ids(tokens):
 
 def finish(runtime, jobs):
     """The tokens and the error of each job."""
-    found = []
+    results = []
     for job in jobs:
         tokens, error = [], None
         try:
             tokens.extend(runtime.tokens(job))
         except BaseException as raised:
             error = raised
-        found.append((tokens, error))
-    return found
+        results.append((tokens, error))
+    return results
 
 
 def expected(model, asked):
@@ -82,12 +88,12 @@ def undisturbed(runtime, model, found, asked=CROWD):
 def test_answers_do_not_depend_on_torchs_default_dtype(dtype, make_model):
     """transformers changes it for all threads while it builds a model in one of them."""
     model = make_model("llama")
-    for each in CROWD:
-        alone(model, each)
+    for entry in CROWD:
+        alone(model, entry)
     torch.set_default_dtype(dtype)
     try:
         runtime = Runtime(model)
-        found = finish(runtime, [submit(runtime, model, each) for each in CROWD])
+        found = finish(runtime, [submit(runtime, model, entry) for entry in CROWD])
     finally:
         torch.set_default_dtype(torch.float32)
     undisturbed(runtime, model, found)
@@ -146,12 +152,12 @@ def test_an_engine_that_is_wrong_fails_alone(program, make_model, runtime_warnin
     runtime = Runtime(model)
     jobs = [submit(runtime, model, asked) for asked in CROWD]
     jobs.insert(2, led_by(WRONG[program], runtime, model, 4))
-    found = finish(runtime, jobs)
-    assert found[2][0] == []
-    assert isinstance(found[2][1], ArithmeticError | IndexError | TypeError | ValueError)
-    assert (type(found[2][1]) is ArithmeticError) == (program in ("raises", "at once"))  # the others stop too
-    del found[2]
-    undisturbed(runtime, model, found)
+    results = finish(runtime, jobs)
+    assert results[2][0] == []
+    assert isinstance(results[2][1], ArithmeticError | IndexError | TypeError | ValueError)
+    assert (type(results[2][1]) is ArithmeticError) == (program in ("raises", "at once"))  # the others stop too
+    del results[2]
+    undisturbed(runtime, model, results)
     runtime_warnings.clear()  # a pass failed, if a token was out of the vocabulary
 
 
@@ -241,11 +247,11 @@ def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, mak
         culprits = [TokenSequence((), 0)]
         jobs = [submit(runtime, model, asked) for asked in CROWD]
         jobs.insert(1, led_by(lambda *_: answer_from(culprits[0], (7, 8)), runtime, model, 99))
-        found = finish(runtime, jobs)
-    tokens, error = found.pop(1)
+        results = finish(runtime, jobs)
+    tokens, error = results.pop(1)
     assert str(error) == "this row is not to be read"
     assert len(tokens) <= after
-    undisturbed(runtime, model, found)
+    undisturbed(runtime, model, results)
     runtime_warnings.clear()
 
 
@@ -333,11 +339,11 @@ def test_numbers_that_are_none_stay_with_who_has_them(make_model):
         jobs = [submit(runtime, model, asked) for asked in CROWD * 2]
         for i in (0, 4, 9):
             jobs.insert(i, led_by(program, runtime, model, steps))
-        found = finish(runtime, jobs)
+        results = finish(runtime, jobs)
         for i in (9, 4, 0):
-            found.pop(i)
-        assert [error for _, error in found] == [None] * len(found)
-        assert [ids(tokens) for tokens, _ in found] == [expected(model, asked) for asked in CROWD * 2]
+            results.pop(i)
+        assert [error for _, error in results] == [None] * len(results)
+        assert [ids(tokens) for tokens, _ in results] == [expected(model, asked) for asked in CROWD * 2]
     jobs = [submit(runtime, model, asked) for asked in CROWD * 2]  # they reuse the memory
     assert [ids(tokens) for tokens, _ in finish(runtime, jobs)] == [expected(model, asked) for asked in CROWD * 2]
 
@@ -412,7 +418,7 @@ def test_finalisers_come_at_any_moment(make_model):
 def test_who_does_not_read_holds_up_nobody(make_model):
     """The rows and the KV of a paused stream are freed as soon as other requests need them."""
     model = make_model("llama-long")
-    long = one("full", chunks=(), suffix=(80,), steps=200)
+    long = case("full", chunks=(), suffix=(80,), steps=200)
     model.eos_ids, eos = frozenset(), model.eos_ids
     try:
         runtime = Runtime(model, max_sequences=1, budget=10)
@@ -499,11 +505,11 @@ def test_nobody_takes_kv_before_those_who_wait_for_it(make_model, monkeypatch):
 def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
     """The request that prefills it is cancelled half-way: the next one takes over, and the others wait for that."""
     model = make_model("llama")
-    asked = [one("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
-    wanted = [expected(model, each) for each in asked]
+    asked = [case("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
+    wanted = [expected(model, entry) for entry in asked]
     runtime = Runtime(model, batch_tokens=4)
     steps = steps_of(model)
-    jobs = [submit(runtime, model, each) for each in asked]
+    jobs = [submit(runtime, model, entry) for entry in asked]
     for _ in range(3):
         runtime.advance()
     runtime.cancel(jobs[0])
@@ -511,11 +517,11 @@ def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
     assert [ids(tokens) for tokens, _ in found] == wanted[1:]
     before = 7 + 21 + 13
     # the interrupted part, the sequence once, questions and tokens
-    assert sum(len(each) for _, ids in steps for each in ids) == 4 + before + 4 * (2 + 5)
+    assert sum(len(entry) for _, ids in steps for entry in ids) == 4 + before + 4 * (2 + 5)
     steps.clear()
     [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # still in the pool
     assert ids(tokens) == wanted[0]
-    assert sum(len(each) for _, ids in steps for each in ids) == 2 + 5
+    assert sum(len(entry) for _, ids in steps for entry in ids) == 2 + 5
     assert runtime.idle
 
 
@@ -576,7 +582,7 @@ def test_rows_that_leave_free_their_memory(make_model):
 
 def test_the_model_goes_with_the_last_who_holds_it(make_model):
     model = make_model.__wrapped__("llama")
-    stream = Stream(runtime_of(model), engine(CROWD[3]), request(model, one("full", chunks=())))
+    stream = Stream(runtime_of(model), engine(CROWD[3]), request(model, case("full", chunks=())))
     gone = weakref.ref(model)
     runtime = runtime_of(model)
     gc.disable()
@@ -700,9 +706,9 @@ def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypat
     everybody = threading.Barrier(6, timeout=WAIT)
 
     def watched(identities, **more):
-        found = get_many(identities, **more)
+        results = get_many(identities, **more)
         asked.extend(identities)
-        return {identity: kv for identity, kv in found.items() if identity != lost}
+        return {identity: kv for identity, kv in results.items() if identity != lost}
 
     waiting, all_wait, find = [], threading.Event(), MemoryTier.get_many
 
@@ -722,11 +728,11 @@ def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypat
     monkeypatch.setattr(rag.store, "get_many", watched)
     monkeypatch.setattr(rag.model, "encode", encoding)
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda _: (everybody.wait(), rag.query(question, **options))[1], range(6)))
-    assert {answer.text for answer in found} == {wanted.text}
+        results = list(pool.map(lambda _: (everybody.wait(), rag.query(question, **options))[1], range(6)))
+    assert {answer.text for answer in results} == {wanted.text}
     assert asked.count(lost) == 1
     assert encoded.count(lost.chunk_ids) == 1
-    assert sum(answer.kv.misses for answer in found) == 1
+    assert sum(answer.kv.misses for answer in results) == 1
 
 
 def _stored(rag, answer):
@@ -984,18 +990,18 @@ several = pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=
 
 
 def as_alone(model, crowd, found):
-    for one, (job, tokens, scores) in zip(crowd, found, strict=True):
+    for question, (job, tokens, scores) in zip(crowd, found, strict=True):
         assert job.error is None
-        answer, their_scores = alone(model, one)
-        wanted = len(answer) if one.leaves is None else len(tokens)
-        assert named(one, tokens) == named(one, answer)[:wanted]
+        answer, their_scores = alone(model, question)
+        wanted = len(answer) if question.leaves is None else len(tokens)
+        assert named(question, tokens) == named(question, answer)[:wanted]
         for ours, theirs in zip(scores, their_scores, strict=False):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def named(one, tokens):
+def named(question, tokens):
     """The tokens, with winners as chunks: two experts with the same chunk are equal."""
-    return [replace(t, winner=None if t.winner is None else one.chunks[t.winner]) for t in tokens]
+    return [replace(t, winner=None if t.winner is None else question.chunks[t.winner]) for t in tokens]
 
 
 @several
@@ -1026,12 +1032,12 @@ def test_no_pass_of_a_crowd_in_half_types_fails(dtype, crowd, make_model):
 
 @several
 @drawn(8)
-@given(one=drawn_requests())
-def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
+@given(question=drawn_requests())
+def test_who_asks_alone_gets_what_the_equations_give(family, question, make_model):
     model = make_model(family)
-    _, scores = alone(model, one)
+    _, scores = alone(model, question)
     assume(scores)  # it did not end at once
-    found, wanted = torch.stack(scores), torch.stack(literal(model, one)[: len(scores)])
+    found, wanted = torch.stack(scores), torch.stack(literal(model, question)[: len(scores)])
     torch.testing.assert_close(found, wanted, atol=3e-5 * float(wanted[wanted.isfinite()].abs().max()), rtol=0)
 
 
@@ -1056,13 +1062,13 @@ def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, st
     """With 10 ms per token, no step is longer than the first one showed."""
     model = make_model("llama")
     read = steps_of(model)
-    monkeypatch.setattr(stepper, "perf_counter", lambda: 0.01 * sum(len(each) for _, ids in read for each in ids))
+    monkeypatch.setattr(stepper, "perf_counter", lambda: 0.01 * sum(len(entry) for _, ids in read for entry in ids))
     short = Asked(engine=("full", ()), chunks=(), suffix=(3, 4), steps=40)
     long = replace(short, suffix=tuple(range(3, 300)), steps=2, at=4)
     _, ((_, tokens, _), (_, few, _)) = together(model, [short, long])
     assert (len(tokens), len(few)) == (40, 2)
-    steps = [[len(each) for each in ids] for _, ids in read]
-    parts = [each for each in steps if 1 in each and max(each) > 1]
-    assert [max(each) for each in parts[:2]] == [2 * scheduler.LEAST_PREFILL, scheduler.LEAST_PREFILL]
+    steps = [[len(entry) for entry in ids] for _, ids in read]
+    parts = [entry for entry in steps if 1 in entry and max(entry) > 1]
+    assert [max(entry) for entry in parts[:2]] == [2 * scheduler.LEAST_PREFILL, scheduler.LEAST_PREFILL]
     assert max(map(sum, parts)) == 2 * scheduler.LEAST_PREFILL + 1
-    assert sum(max(each) for each in parts) >= 297
+    assert sum(max(entry) for entry in parts) >= 297

@@ -36,15 +36,15 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
     scheduler, waiting, running = made(**limits), [], []
 
     def admit():
-        for one in scheduler.admit():
-            waiting.remove(one)
-            running.append(one)
+        for item in scheduler.admit():
+            waiting.remove(item)
+            running.append(item)
         assert scheduler.waiting == len(waiting)
-        assert all(scheduler.runs(one) for one in running)
-        assert not any(scheduler.runs(one) for one in waiting)
+        assert all(scheduler.runs(item) for item in running)
+        assert not any(scheduler.runs(item) for item in waiting)
         if len(running) > 1:
-            assert sum(one.sequences for one in running) <= limits["max_sequences"]
-            assert sum(one.tokens for one in running) <= limits["own_tokens"]
+            assert sum(item.sequences for item in running) <= limits["max_sequences"]
+            assert sum(item.tokens for item in running) <= limits["own_tokens"]
         assert running or not waiting
 
     for event in events:
@@ -52,10 +52,10 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
             scheduler.submit(event)
             waiting.append(event)
         elif waiting or running:
-            one = (running + waiting)[event % (len(waiting) + len(running))]
-            (running if one in running else waiting).remove(one)
-            scheduler.leave(one)
-            scheduler.leave(one)  # leaving twice is harmless
+            item = (running + waiting)[event % (len(waiting) + len(running))]
+            (running if item in running else waiting).remove(item)
+            scheduler.leave(item)
+            scheduler.leave(item)  # leaving twice is harmless
         admit()
     while running:
         scheduler.leave(running.pop(0))
@@ -71,8 +71,8 @@ def test_nobody_is_passed_by_more_than_a_few(reads):
     scheduler.submit(first := ticket(reads=(1,)))
     scheduler.admit()
     for each in reads:
-        scheduler.submit(one := ticket(reads=each))
-        submitted.append(one)
+        scheduler.submit(item := ticket(reads=each))
+        submitted.append(item)
     current = first
     while len(order) < len(submitted):
         scheduler.leave(current)
@@ -80,9 +80,9 @@ def test_nobody_is_passed_by_more_than_a_few(reads):
         submitted.append(late) if len(submitted) < 120 else scheduler.leave(late)
         [current] = scheduler.admit()
         order.append(current)
-    place = {id(one): i for i, one in enumerate(order)}
-    for i, one in enumerate(submitted):
-        passed = sum(place[id(later)] < place[id(one)] for later in submitted[i + 1 :])
+    place = {id(item): i for i, item in enumerate(order)}
+    for i, item in enumerate(submitted):
+        passed = sum(place[id(later)] < place[id(item)] for later in submitted[i + 1 :])
         assert passed <= PATIENCE
 
 
@@ -176,13 +176,13 @@ def test_a_prefill_beside_decoding_at_most_doubles_a_step_whatever_the_machine(d
     while done < length:
         before = pace.tokens
         takes = scheduler.share([[1], [length - done]], before)
-        each = token * (1 + growth * done)
+        entry = token * (1 + growth * done)
         done += takes[1][0]
-        pace.took(decoding + each * takes[1][0], takes)
+        pace.took(decoding + entry * takes[1][0], takes)
         assert LEAST_PREFILL <= pace.tokens <= max(2 * before, 2 * LEAST_PREFILL)
         if takes[1][0] > 2 * LEAST_PREFILL:  # the step size was based on a measurement
-            assert each * takes[1][0] <= 2.01 * allowed
-        if takes[1][0] == before and each * before < allowed / 2:  # there was room for more
+            assert entry * takes[1][0] <= 2.01 * allowed
+        if takes[1][0] == before and entry * before < allowed / 2:  # there was room for more
             assert pace.tokens > before
 
 

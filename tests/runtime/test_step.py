@@ -121,7 +121,7 @@ def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_al
     here, there = rags
     ask(there, engine)  # its KV is in the device's memory from now on
     with pretend.counting(there.model) as waits:
-        found = ask(there, engine)
+        results = ask(there, engine)
     assert len(waits.steps) > TOKENS
     once = [waited(step) for step in waits.steps[1:]]
     if engine == "blend":
@@ -129,18 +129,18 @@ def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_al
     assert once == [{CHOSEN: 1}] * len(once)
     assert all(map(numbers_alone, waits.steps[1:]))
     expected = ask(here, engine)
-    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
-    assert [source.tokens_won for source in found.sources] == [source.tokens_won for source in expected.sources]
+    assert (results.text, results.finish_reason) == (expected.text, expected.finish_reason)
+    assert [source.tokens_won for source in results.sources] == [source.tokens_won for source in expected.sources]
 
 
 @on_both(["engine", "tuning"], TUNED, ("ape", "blend"))
 def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine, tuning, rags):
-    made = make_engine(engine, {engine: tuning})
+    output = make_engine(engine, {engine: tuning})
 
     def answer(model):
-        wanted = request(model, made)
+        wanted = request(model, output)
         with pretend.counting(model) as waits:
-            return list(runtime_of(model).decode(made, wanted, Generation(max_new_tokens=3))), waits
+            return list(runtime_of(model).decode(output, wanted, Generation(max_new_tokens=3))), waits
 
     (expected, _), (found, waits) = (answer(rag.model) for rag in rags)
     assert found == expected
@@ -218,16 +218,16 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
         crossed = sum(c.bytes for c in waits.uploads if c.dtype == torch.uint8)
         assert crossed == sizes.bytes > 0
         packed = {"half": 4 / 8, "q8": (16 + 2) / 64}[codec]  # the model computes in float32, with head_dim 16
-        chunks = [one.chunk for one in rag.retrieve(QUESTION, top_k=3)]
+        chunks = [item.chunk for item in rag.retrieve(QUESTION, top_k=3)]
         identities = loader.identities(Encoding.PREFIXED, chunks)
         first, second = (loader.find(identities, lambda _: {})[0] for _ in range(2))
-        for one, other in zip(first.values(), second.values(), strict=True):
-            assert one is other
-            assert not one.packed
-            assert one.pages is not None
+        for item, other in zip(first.values(), second.values(), strict=True):
+            assert item is other
+            assert not item.packed
+            assert item.pages is not None
         held = rag.index.store.memory(rag.model.place).get_many([each.key() for each in identities], lambda _: {})[0]
         assert all(kv.packed and kv.nbytes == kv.wide().nbytes * packed for kv in held.values())
-        del first, second, one, other
+        del first, second, item, other
         again = loader.find(identities, lambda _: {})[0]
         assert len(again) > 1
         assert all(kv.pages is not None for kv in again.values())
@@ -285,12 +285,14 @@ def orders_of(name, tuning=(), chunks=None):
 )
 @pytest.mark.usefixtures("without_kernel")
 def test_each_chunk_is_read_once_per_layer_and_step(family, name, tunings, make_model, monkeypatch):
-    model, asked = make_model(family), [one for tuning in tunings for one in orders_of(name, tuning)]
-    requests = [request_of(model, one) for one in asked]
+    model, asked = make_model(family), [item for tuning in tunings for item in orders_of(name, tuning)]
+    requests = [request_of(model, item) for item in asked]
     stored = {id(kv): kv for r in requests for kv in (r.prefix, *(c.kv for c in r.chunks))}.values()
     reads = Reads(monkeypatch, model, stored)
     runtime = Runtime(model)
-    jobs = [runtime.submit(engine_of(one), r, generation(one, Quiet())) for one, r in zip(asked, requests, strict=True)]
+    jobs = [
+        runtime.submit(engine_of(item), r, generation(item, Quiet())) for item, r in zip(asked, requests, strict=True)
+    ]
     while runtime.advance():
         continue
     assert all(job.ended and job.error is None for job in jobs)

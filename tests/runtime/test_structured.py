@@ -126,29 +126,29 @@ def test_the_choice_is_the_best_of_what_may_follow(name, make_model):
     _, reason, ids = answer(model, name, Decoding(regex=PATTERN))
     stream, text, chosen = Stream(runtime_of(model), *asked(model, name)), "", []
     while True:
-        for each in stream.scores.sort(descending=True, stable=True).indices.tolist():
-            longer = text + model.tokens.decode([each])
+        for entry in stream.scores.sort(descending=True, stable=True).indices.tolist():
+            longer = text + model.tokens.decode([entry])
             whole = regex.fullmatch(PATTERN, text) is not None
-            if (each in model.eos_ids and whole) or (
+            if (entry in model.eos_ids and whole) or (
                 longer != text and regex.fullmatch(PATTERN, longer, partial=True) is not None
             ):
                 break
-        chosen.append(each)
-        if each in model.eos_ids or (regex.fullmatch(PATTERN, longer) and longer.endswith((".", "m"))):
+        chosen.append(entry)
+        if entry in model.eos_ids or (regex.fullmatch(PATTERN, longer) and longer.endswith((".", "m"))):
             break
         text = longer
-        stream.advance(each)
+        stream.advance(entry)
     assert (ids, reason) == (chosen, "stop")
 
 
 def test_ippd_and_a_crowd_answer_as_full_alone(make_model):
     model = make_model("llama")
     decodings = [Decoding(schema=schema_text(random_schema(random.Random(seed), 0))) for seed in range(6)]
-    alone = [answer(model, "full", each) for each in decodings]
+    alone = [answer(model, "full", entry) for entry in decodings]
     for name in ("ippd", "full"):
         runtime = Runtime(model)
-        given = [Generation(max_new_tokens=600, decoding=each) for each in decodings]
-        jobs = [runtime.submit(*asked(model, name), each) for each in given]
+        given = [Generation(max_new_tokens=600, decoding=entry) for entry in decodings]
+        jobs = [runtime.submit(*asked(model, name), entry) for entry in given]
         streams = [list(runtime.tokens(job)) for job in jobs]
         assert [[token.token_id for token in tokens] for tokens in streams] == [ids for _, _, ids in alone]
 
@@ -173,24 +173,24 @@ def test_what_cannot_be_used_is_one_sentence(wrong, message):
 
 
 def test_requests_with_one_constraint_share_what_is_compiled(make_model, monkeypatch):
-    made, matcher = [], llguidance.LLMatcher
+    output, matcher = [], llguidance.LLMatcher
 
     def counted(tokens, constraint, **more):
-        made.append(constraint)
+        output.append(constraint)
         return matcher(tokens, constraint, **more)
 
     vars(counted).update({name: getattr(matcher, name) for name in dir(matcher) if name[0] in "gv"})  # static methods
     monkeypatch.setattr(llguidance, "LLMatcher", counted)
     monkeypatch.setattr(decoding_module, "_COPIES", 2)
     model = make_model("llama")
-    first, second, third = (Decoding(regex=each) for each in ("[ab]{2}", "[cd]{2}", "[ef]{2}"))
-    two = sum(each.constraint.num_bytes for each in (first, second)) + first.constraint.num_bytes // 2
+    first, second, third = (Decoding(regex=entry) for entry in ("[ab]{2}", "[cd]{2}", "[ef]{2}"))
+    two = sum(entry.constraint.num_bytes for entry in (first, second)) + first.constraint.num_bytes // 2
     monkeypatch.setattr(decoding_module, "_COMPILED_BYTES", two)
-    answers = [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
-    assert answers == [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
+    answers = [answer(model, "full", entry)[0] for entry in (first, first, second, first, second, third, first)]
+    assert answers == [answer(model, "full", entry)[0] for entry in (first, first, second, first, second, third, first)]
     # compiled again after two answers, and after two other constraints
-    assert len(made) < 14
-    assert made[:5] == [each.constraint.grammar for each in (first, second, first, third, first)]
+    assert len(output) < 14
+    assert output[:5] == [entry.constraint.grammar for entry in (first, second, first, third, first)]
 
 
 def test_a_grammar_that_is_too_much_ends_its_own_answer(make_model):
