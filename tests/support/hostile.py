@@ -40,7 +40,7 @@ KINDS = (
     "vectors",
     "config",
 )
-_HEAD = struct.Struct("<4sHBBIIIIIII")
+_HEAD = struct.Struct("<4sHBBIIIIIIIII")
 _EXTREMES = (0, 1, 2, 7, 255, 1 << 16, 1 << 20, 1 << 31, (1 << 32) - 1)
 Row = tuple[str, bytes, bytes | None]
 
@@ -142,7 +142,7 @@ class Attack:
             body = bytearray(value[:-8])
             fields = _HEAD.unpack_from(body)
             shapes = len(body) - 20 * fields[8] - 12 * fields[7]
-            at = rng.choice([8, 12, 16, 20, 24, 28, 32, *range(shapes, len(body), 4)])
+            at = rng.choice([8, 12, 16, 20, 24, 28, 32, 36, 40, *range(shapes, len(body), 4)])
             new = rng.choice(_EXTREMES)
             struct.pack_into("<I", body, at, new)
             yield Change(f"manifest at {at}: {new}", (("kv", key, add_checksum(bytes(body))),))
@@ -164,7 +164,7 @@ class Attack:
         ]
         for what, codec in found:
             text = json.dumps(codec).encode()
-            head = _HEAD.pack(*fields[:10], len(text))
+            head = _HEAD.pack(*fields[:10], len(text), *fields[11:])
             parts = (head, value[_HEAD.size : start], text, value[start + fields[10] : -8])
             yield Change(f"codec: {what}", (("kv", key, add_checksum(*parts)),))
 

@@ -20,7 +20,7 @@ def test_the_store_s_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["bench"] == "store"
-    assert len(report["rows"]) == 10
+    assert len(report["rows"]) == 8
     for row in report["rows"]:
         assert set(row) == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
         assert fits(row, digits=2), row
