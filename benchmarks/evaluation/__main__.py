@@ -15,7 +15,7 @@ from ragkv.benchmarks.evaluation.answers import DEFAULT_WORK
 from ragkv.benchmarks.evaluation.codec import measure_codec
 from ragkv.benchmarks.evaluation.output import check_target, markdown_table, percent, points, write_whole
 from ragkv.cli.bench import bench_command
-from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
+from ragkv.cli.console import count, echo, kept_steps, note, print_grid, print_json, steps
 from ragkv.cli.doctor import Limit, Seed, codecs_option, engines_option
 from ragkv.cli.main import CommandGroup, log_to_stderr
 from ragkv.cli.main import run as run_program
@@ -222,7 +222,7 @@ def answers(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="Tasks of the command `tasks`, with options in parentheses, or files.",
+            help="Tasks of docs/evaluation.md, with options in parentheses, or files.",
             metavar="TASK|FILE…",
             show_default=False,
         ),
@@ -353,31 +353,6 @@ def answers(
     if not quiet:
         for line in row_remarks(tasks_asked, rows):
             note(line)
-
-
-@app.command()
-def tasks(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
-    quiet: Quiet = False,
-) -> None:
-    """List the built-in tasks of `answers`, with their options.
-
-    Example: `python -m ragkv.benchmarks.evaluation tasks --json`
-    """
-    from ragkv.benchmarks.evaluation.tasks import described
-
-    known = described()
-    if as_json:
-        print_json([{"task": name, "about": about, "options": options} for name, about, options in known])
-        return
-    table = plain()
-    for column in ("task", "is", "options"):
-        table.add_column(column, no_wrap=column == "task")
-    for name, about, options in known:
-        table.add_row(name, about, ", ".join(f"{key}={value}" for key, value in options.items()))
-    draw(table)
-    if not quiet:
-        note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
 
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, metric: str | None) -> list[Task]:

@@ -358,8 +358,8 @@ def run_candidates(
     total = len(candidates) * sum(len(task.examples) for task in tasks)
     ledgers: dict[Path, ResultCache] = {}
     results: list[ExampleResult] = []
-    for model in dict.fromkeys((each.model, each.dtype) for each in candidates):  # each model is loaded once
-        own = [each for each in candidates if (each.model, each.dtype) == model]
+    for model in dict.fromkeys((one.model, one.dtype) for one in candidates):  # each model is loaded once
+        own = [one for one in candidates if (one.model, one.dtype) == model]
         for task in tasks:
             for example in task.examples:
                 asked: list[_Asked] = []
@@ -371,10 +371,10 @@ def run_candidates(
                         path = _ledger(work, task, candidate)
                         ledger = ledgers[path] = ledgers.get(path) or ResultCache(path)
                     asked.append(_Asked(source, task, example, candidate, max_new_tokens, ledger, asked))
-                for number, each in enumerate(asked):
+                for number, answer in enumerate(asked):
                     if on_progress is not None and number:
-                        on_progress(len(results), total, f"{task.name}, {each.candidate.label}")
-                    results.append(each.result())
+                        on_progress(len(results), total, f"{task.name}, {answer.candidate.label}")
+                    results.append(answer.result())
     if on_progress is not None:
         on_progress(total, total, "")
     return results
@@ -452,13 +452,13 @@ class _Asked:
         sources = stream.sources
         facts: dict[str, Any] = {"answer": text, "chunks": len(sources)}
         if example.needed:
-            facts["evidence"] = set(example.needed) <= {int(each.document) for each in sources}
+            facts["evidence"] = set(example.needed) <= {int(read.document) for read in sources}
         if text is None:
             stream.cancel()
         elif sources:
             facts["charge"] = stream.answer.charge
             if self._engine.counts_winners:
-                places = [int(each.document) for each in sources] if example.chunks else range(len(sources))
+                places = [int(read.document) for read in sources] if example.chunks else range(len(sources))
                 facts["trace"] = [
                     (token.text, None if token.source is None else places[token.source]) for token in stream.trace
                 ]

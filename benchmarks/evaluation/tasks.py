@@ -323,15 +323,3 @@ def make_task(spec: Spec, *, seed: int, limit: int, chunks: int) -> Task:
             raise UsageError(f"{key} of task {spec.name} must be of type {hint.__name__}, not {value!r}.")
     task = function(**{"seed": seed, "limit": limit, "chunks": chunks, **spec.options})
     return replace(task, name=f"{spec}/{spec.options.get('chunks', chunks)}") if spec.options else task
-
-
-def described() -> list[tuple[str, str, dict[str, object]]]:
-    """(name, first line of the function's docstring, options with their defaults) of every task."""
-    return [
-        (
-            name,
-            (inspect.getdoc(function) or "").split("\n")[0],
-            {key: parameter.default for key, parameter in inspect.signature(function).parameters.items()},
-        )
-        for name, function in TASKS.items()
-    ]

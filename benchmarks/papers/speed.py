@@ -33,7 +33,7 @@ from ragkv.runtime import Generation, Runtime
 PAD = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class IPPDShape:
     """A data set of the paper's: tokens of each part, contexts, and how many questions they have, in turns.
 
@@ -61,51 +61,12 @@ class IPPDShape:
         )
 
 
+# tokens of instruction, context, question and answer; contexts, questions of each, batch sizes
 SHAPES = (
-    IPPDShape(
-        number=1,
-        name="few shots (NarrativeQA)",
-        instruction=2754,
-        context=737,
-        question=12,
-        answer=6,
-        contexts=2,
-        questions=(30,),
-        batches=(8, 4, 16),
-    ),
-    IPPDShape(
-        number=2,
-        name="short contexts (SQuAD)",
-        instruction=47,
-        context=178,
-        question=13,
-        answer=4,
-        contexts=8,
-        questions=(9,),
-        batches=(32, 8, 16),
-    ),
-    IPPDShape(
-        number=3,
-        name="one-token answers (RACE)",
-        instruction=40,
-        context=344,
-        question=40,
-        answer=1,
-        contexts=8,
-        questions=(3, 4),
-        batches=(8, 4, 16),
-    ),
-    IPPDShape(
-        number=4,
-        name="a long context (LongHealth)",
-        instruction=73,
-        context=11720,
-        question=73,
-        answer=1,
-        contexts=1,
-        questions=(20,),
-        batches=(4, 1, 2),
-    ),
+    IPPDShape(1, "few shots (NarrativeQA)", 2754, 737, 12, 6, 2, (30,), (8, 4, 16)),
+    IPPDShape(2, "short contexts (SQuAD)", 47, 178, 13, 4, 8, (9,), (32, 8, 16)),
+    IPPDShape(3, "one-token answers (RACE)", 40, 344, 40, 1, 8, (3, 4), (8, 4, 16)),
+    IPPDShape(4, "a long context (LongHealth)", 73, 11720, 73, 1, 1, (20,), (4, 1, 2)),
 )
 
 

@@ -69,19 +69,19 @@ class ChunkReader:
     def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk], *, window: int = 0) -> Request:
         """The request of a question about chunks, best first. `window`: the `[encoding] context` of a chunk."""
         best_last = scored[: engine.most_chunks][::-1]
-        chunks = [self._cut(each.chunk) for each in best_last]
+        chunks = [self._cut(item.chunk) for item in best_last]
         kvs: Sequence[ChunkKV | None] = [None] * len(chunks)
         if engine.reads is not None:
             seen = dict(self._seen(chunks, window)) if engine.reads is Encoding.CONTEXT else {}
             kvs = self._kv(
-                [self._identity(engine.reads, each.token_ids, seen.get(each.chunk_id, ())) for each in chunks]
+                [self._identity(engine.reads, chunk.token_ids, seen.get(chunk.chunk_id, ())) for chunk in chunks]
             )
         return Request(
             prefix_ids=self._prefix_ids,
             prefix=None if engine.reads is None else self._prefix(),
             chunks=tuple(
-                ContextChunk(token_ids=chunk.token_ids, score=each.score, kv=kv)
-                for chunk, each, kv in zip(chunks, best_last, kvs, strict=True)
+                ContextChunk(token_ids=chunk.token_ids, score=item.score, kv=kv)
+                for chunk, item, kv in zip(chunks, best_last, kvs, strict=True)
             ),
             suffix_ids=self.prompt.suffix_ids(self.model.tokens, question),
             question=question,

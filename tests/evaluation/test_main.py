@@ -53,14 +53,14 @@ def judged(tmp_path):
 
 
 def test_own_questions_are_asked_of_the_index(measure, index, judged):
-    found = measure("retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
-    assert found.code == 0, found.err
-    header, row = found.out.splitlines()
+    ran = measure("retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
+    assert ran.code == 0, ran.err
+    header, row = ran.out.splitlines()
     assert len(row) > 100  # not truncated without a terminal
     assert header.split() == ["engine", *(f"recall@{k}" for k in range(1, 10)), "mrr@9", "ndcg@9"]
     assert row.split() == ["bm25", *["1.000", "±.00"] * 11]
-    assert "judged: 2 questions" in found.err
-    assert "1 question without a relevant passage, not measured: c" in found.err
+    assert "judged: 2 questions" in ran.err
+    assert "1 question without a relevant passage, not measured: c" in ran.err
 
 
 def test_an_index_gives_every_mode_that_it_has_vectors_for(
@@ -73,9 +73,9 @@ def test_an_index_gives_every_mode_that_it_has_vectors_for(
             rag.ingest(documents)
 
     def engines(name, *more):
-        found = measure("retrieval", judged, "--index", tmp_path / name, "--json", *more)
-        assert found.code == 0, found.err
-        rows = [row for row in json.loads(found.out) if row["metric"] == "hit@5"]
+        ran = measure("retrieval", judged, "--index", tmp_path / name, "--json", *more)
+        assert ran.code == 0, ran.err
+        rows = [row for row in json.loads(ran.out) if row["metric"] == "hit@5"]
         assert all(row["value"] == 1 for row in rows)  # two documents of one chunk
         return [row["engine"] for row in rows]
 
@@ -87,17 +87,17 @@ def test_an_index_gives_every_mode_that_it_has_vectors_for(
         "hybrid+rerank",
         "bm25+rerank",
     ]
-    found = measure("retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
-    assert (found.code, found.out) == (1, "")
-    assert 'has no sparse vectors, which retrieval "sparse" needs; it can serve dense, hybrid' in found.sentence
+    ran = measure("retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
+    assert (ran.code, ran.out) == (1, "")
+    assert 'has no sparse vectors, which retrieval "sparse" needs; it can serve dense, hybrid' in ran.sentence
 
 
 def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(measure, tmp_path, embedder):
     folder = beir_folder(tmp_path / "tarn")
     command = ["retrieval", folder, "--embedder", "words", "--json"]
-    found = measure(*command)
-    assert found.code == 0, found.err
-    recall = {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == "recall@5"}
+    ran = measure(*command)
+    assert ran.code == 0, ran.err
+    recall = {row["engine"]: row["value"] for row in json.loads(ran.out) if row["metric"] == "recall@5"}
     assert list(recall) == ["dense", "sparse", "colbert", "hybrid", "bm25"]
     # of four passages, dense search ranks all, and lexical search those that share a word with the question
     assert recall["dense"] == recall["colbert"] == recall["hybrid"] == 1
@@ -119,9 +119,9 @@ def test_the_reranker_is_measured_beside_the_plain_mode(measure, tmp_path, monke
     folder = beir_folder(tmp_path / "tarn")
 
     def engines(*more, k=10):
-        found = measure("retrieval", folder, "--reranker", "words", "--json", "--k", k, *more)
-        assert found.code == 0, found.err
-        return {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == f"mrr@{k}"}
+        ran = measure("retrieval", folder, "--reranker", "words", "--json", "--k", k, *more)
+        assert ran.code == 0, ran.err
+        return {row["engine"]: row["value"] for row in json.loads(ran.out) if row["metric"] == f"mrr@{k}"}
 
     # BM25 ranks "Varn is a town" before the flour, because of "is"; the reranker swaps them
     assert engines() == {"bm25": pytest.approx(5 / 6), "bm25+rerank": 1}
@@ -147,9 +147,9 @@ def ask(measure, model_folder, tmp_path):
 
 def test_rows_of_a_task(ask, tmp_path):
     output = tmp_path / "out.json"
-    found = ask(SMALL, "--chunks", "1,2", "--limit", 1, "--json", "--output", output, "--seed", 3)
-    assert found.code == 0, found.err
-    rows = json.loads(found.out)
+    ran = ask(SMALL, "--chunks", "1,2", "--limit", 1, "--json", "--output", output, "--seed", 3)
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)
     assert [(row["task"], row["engine"], row["n"]) for row in rows] == [
         (f"{SMALL}/{chunks}", engine, 1) for chunks in (1, 2) for engine in ("full", "pced(gamma=1)")
     ]
@@ -163,8 +163,8 @@ def test_rows_of_a_task(ask, tmp_path):
 
 def test_a_table_and_its_markdown(ask, tmp_path):
     output = tmp_path / "out.md"
-    found = ask(SMALL, "--chunks", 1, "--limit", 1, "--output", output)
-    lines = found.out.splitlines()
+    ran = ask(SMALL, "--chunks", 1, "--limit", 1, "--output", output)
+    lines = ran.out.splitlines()
     assert lines[0].split() == ["engine", f"{SMALL}/1"]
     assert [line.split()[0] for line in lines[1:3]] == ["full", "pced(gamma=1)"]
     assert lines[4].startswith("Difference from full")
@@ -173,7 +173,7 @@ def test_a_table_and_its_markdown(ask, tmp_path):
     assert f"| engine | {SMALL}/1 |\n| --- | ---: |\n| full | " in text
     assert f"- {SMALL}/1: 1 question, classification" in text
     quiet = ask(SMALL, "--chunks", 1, "--limit", 1, "--quiet")
-    assert (quiet.out, quiet.err) == (found.out, "")
+    assert (quiet.out, quiet.err) == (ran.out, "")
 
 
 def test_ctrl_c_says_how_far_it_came_and_the_next_run_goes_on(ask, monkeypatch):
@@ -194,18 +194,11 @@ def test_ctrl_c_says_how_far_it_came_and_the_next_run_goes_on(ask, monkeypatch):
 
 
 def test_questions_of_an_index(ask, index, judged):
-    found = ask(judged, "--index", index, "--limit", 1, "--json")
-    assert found.code == 0, found.err
-    [full, pced] = json.loads(found.out)
+    ran = ask(judged, "--index", index, "--limit", 1, "--json")
+    assert ran.code == 0, ran.err
+    [full, pced] = json.loads(ran.out)
     assert (full["task"], full["n"], full["retrieval"], full["codec"]) == ("judged", 1, "bm25", "raw")
     assert pced["baseline"] == "full"
-
-
-def test_tasks_are_listed(measure):
-    listed = json.loads(measure("tasks", "--json").out)
-    assert {"worlds", "icl"} <= {task["task"] for task in listed}
-    assert all(task["about"] and "seed" in task["options"] for task in listed)
-    assert "icl" in measure("tasks").out
 
 
 def test_the_record_is_of_these_engines():
@@ -222,9 +215,9 @@ def test_the_record_is_of_these_engines():
 @pytest.mark.slow
 def test_families_are_tried_anew_in_a_process_of_their_own(measure, monkeypatch):
     monkeypatch.setattr(surveys.multiprocessing, "get_context", lambda method: forkserver())
-    found = json.loads(measure("families", "opt,opt", "--json").out)
+    ran = json.loads(measure("families", "opt,opt", "--json").out)
     recorded = {row["family"]: row["engines"] for row in Survey.recorded().to_json()["families"]}
-    assert {row["family"]: row["engines"] for row in found["families"]} == {name: recorded[name] for name in ("opt",)}
+    assert {row["family"]: row["engines"] for row in ran["families"]} == {name: recorded[name] for name in ("opt",)}
 
 
 def test_what_goes_wrong_with_a_family_is_its_row(monkeypatch):

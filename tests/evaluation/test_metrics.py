@@ -97,21 +97,21 @@ def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
 
 def test_a_sample_is_drawn_by_its_seed_in_the_order_of_the_items():
     items = [str(number) for number in range(30)]
-    found = draw_sample(items, 10, 3)
-    assert len(set(found)) == 10
-    assert found == draw_sample(items, 10, 3) != draw_sample(items, 10, 4)
-    assert sorted(found, key=items.index) == found
+    drawn = draw_sample(items, 10, 3)
+    assert len(set(drawn)) == 10
+    assert drawn == draw_sample(items, 10, 3) != draw_sample(items, 10, 4)
+    assert sorted(drawn, key=items.index) == drawn
     assert draw_sample(items, 50, 0) == items == draw_sample(items, None, 0)
 
 
 def test_the_interval_is_seeded_and_holds_the_mean():
     values = [0.0, 1.0] * 50
-    found = bootstrap_mean([values], 3)
-    assert (found.value, found.n) == (0.5, 100)
-    assert found == bootstrap_mean([values], 3)
-    assert found.ci95 != bootstrap_mean([values], 4).ci95
+    drawn = bootstrap_mean([values], 3)
+    assert (drawn.value, drawn.n) == (0.5, 100)
+    assert drawn == bootstrap_mean([values], 3)
+    assert drawn.ci95 != bootstrap_mean([values], 4).ci95
     # the normal interval is 0.5 ± 1.96 * 0.5 / sqrt(100)
-    assert found.ci95 == pytest.approx((0.402, 0.598), abs=0.02)
+    assert drawn.ci95 == pytest.approx((0.402, 0.598), abs=0.02)
     assert bootstrap_mean([[1.0, 1.0]], 0).ci95 == (1.0, 1.0)
     with pytest.raises(ValueError, match="at least one"):
         bootstrap_mean([[]], 0)

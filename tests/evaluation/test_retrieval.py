@@ -31,18 +31,18 @@ def test_every_search_is_measured_on_every_question_at_every_k():
         return rankings[question][:k]
 
     figures = measure(TASK, {"good": search, "nothing": lambda question, k: []}, [1, 2], seed=4)
-    found = {(figure.engine, figure.metric): figure for figure in figures}
+    figure_of = {(figure.engine, figure.metric): figure for figure in figures}
     assert asked == [("one", 2), ("two", 2)]
-    assert len(figures) == len(found) == 2 * 4 * 2
-    values = {metric: figure.value for (engine, metric), figure in found.items() if engine == "good"}
+    assert len(figures) == len(figure_of) == 2 * 4 * 2
+    values = {metric: figure.value for (engine, metric), figure in figure_of.items() if engine == "good"}
     assert values["recall@1"] == pytest.approx((0 + 1 / 2) / 2)
     assert values["recall@2"] == pytest.approx((1 + 1 / 2) / 2)
     assert values["hit@1"] == pytest.approx(1 / 2)
     assert values["mrr@2"] == pytest.approx((1 / 2 + 1) / 2)
     # ndcg@2: "one" 1/log2(3); "two" 1 / (1 + 1/log2(3))
     assert values["ndcg@2"] == pytest.approx((0.6309297535714575 + 1 / 1.6309297535714575) / 2)
-    assert all(figure.value == 0 for (engine, _), figure in found.items() if engine == "nothing")
-    row = asdict(found["good", "recall@1"])
+    assert all(figure.value == 0 for (engine, _), figure in figure_of.items() if engine == "nothing")
+    row = asdict(figure_of["good", "recall@1"])
     assert list(row) == ["task", "engine", "metric", "value", "n", "ci95", "seed"]
     assert (row["task"], row["n"], row["seed"], row["ci95"]) == ("mine", 2, 4, (0.0, 0.5))
 
@@ -55,8 +55,8 @@ def test_a_question_s_own_passage_is_taken_out_and_what_follows_moves_up():
     def search(question: str, k: int) -> list[str]:
         return ["q", "a", "b"][:k]
 
-    found = {figure.metric: figure.value for figure in measure(task, {"s": search}, [2], seed=0)}
-    assert found == {"recall@2": 1, "hit@2": 1, "mrr@2": 1, "ndcg@2": 1}
+    figure_of = {figure.metric: figure.value for figure in measure(task, {"s": search}, [2], seed=0)}
+    assert figure_of == {"recall@2": 1, "hit@2": 1, "mrr@2": 1, "ndcg@2": 1}
 
 
 def test_a_question_is_embedded_once_for_all_modes():
@@ -111,12 +111,12 @@ def _texts(rag, name: str, holding: str = "") -> list[str]:
 
 
 def test_named_documents_give_all_their_chunks(rag, judged):
-    task, found = judged(
+    task, relevant = judged(
         {"question": "a", "sources": ["halden.md", "bolt.txt"]},
         {"question": "b", "document": "bolt.txt"},
         {"id": "mine", "question": "c", "source": "documents/corvo.txt"},
     )
-    assert found == {
+    assert relevant == {
         "1": sorted(_texts(rag, "halden.md") + _texts(rag, "bolt.txt")),
         "2": _texts(rag, "bolt.txt"),
         "mine": _texts(rag, "corvo.txt"),
@@ -125,43 +125,43 @@ def test_named_documents_give_all_their_chunks(rag, judged):
 
 
 def test_an_answer_or_evidence_is_looked_for_in_every_chunk(rag, judged):
-    _, found = judged(
+    _, relevant = judged(
         {"question": "a", "answer": "ida  BRANDT"},
         {"question": "b", "answers": ["Tarn", "nowhere"]},
         {"question": "c", "answer": "42", "evidence": "valves for\nships"},
     )
-    assert found["1"] == _texts(rag, "corvo.txt", "Ida Brandt")
-    assert found["2"] == sorted(_texts(rag, "halden.md", "Tarn") + _texts(rag, "corvo.txt", "Tarn"))
-    assert found["3"] == _texts(rag, "bolt.txt", "valves")
-    assert all(found.values())
+    assert relevant["1"] == _texts(rag, "corvo.txt", "Ida Brandt")
+    assert relevant["2"] == sorted(_texts(rag, "halden.md", "Tarn") + _texts(rag, "corvo.txt", "Tarn"))
+    assert relevant["3"] == _texts(rag, "bolt.txt", "valves")
+    assert all(relevant.values())
 
 
 def test_empty_evidence_marks_a_question_that_nothing_answers(rag, judged):
-    task, found = judged(
+    task, relevant = judged(
         {"question": "a", "answer": "Tarn", "evidence": [], "sources": []},
         {"question": "b", "answer": "Tarn", "evidence": None},
     )
-    assert (list(task.unjudged), list(found)) == (["1"], ["2"])
+    assert (list(task.unjudged), list(relevant)) == (["1"], ["2"])
 
 
 def test_a_named_document_with_an_answer_gives_the_chunks_of_it_that_hold_it(rag, judged):
-    task, found = judged(
+    task, relevant = judged(
         {"question": "a", "document": "corvo.txt", "answer": "Tarn"},
         {"question": "b", "document": "bolt.txt", "answer": "yes"},
     )
-    assert found["1"] == _texts(rag, "corvo.txt", "Tarn")
-    assert found["2"] == _texts(rag, "bolt.txt")
+    assert relevant["1"] == _texts(rag, "corvo.txt", "Tarn")
+    assert relevant["2"] == _texts(rag, "bolt.txt")
     assert list(task.notes) == ["1 questions judged by document alone: no chunk of it holds the answer"]
 
 
 def test_questions_without_a_relevant_chunk_are_counted_not_dropped(rag, judged):
-    task, found = judged(
+    task, relevant = judged(
         {"question": "a", "answer": "Mira Oskel"},
         {"question": "b", "answer": "not in any chunk"},
         {"question": "c", "document": "gone.txt", "answer": "Tarn"},
         {"question": "d"},
     )
-    assert list(found) == ["1"]
+    assert list(relevant) == ["1"]
     assert list(task.unjudged) == ["2", "3", "4"]
 
 
@@ -191,10 +191,10 @@ def test_a_name_that_several_documents_end_with_is_refused(rag, documents, judge
     (documents / "more").mkdir()
     (documents / "more" / "bolt.txt").write_text("Another Bolt makes nuts in Tarn.")
     rag.ingest(documents)
-    _, found = judged({"question": "a", "document": "more/bolt.txt"})
-    assert found["1"] == ["Another Bolt makes nuts in Tarn."]
-    _, found = judged({"question": "a", "document": "bolt.txt"})  # an exact source comes before a suffix
-    assert found["1"] == _texts(rag, "bolt.txt")
+    _, relevant = judged({"question": "a", "document": "more/bolt.txt"})
+    assert relevant["1"] == ["Another Bolt makes nuts in Tarn."]
+    _, relevant = judged({"question": "a", "document": "bolt.txt"})  # an exact source comes before a suffix
+    assert relevant["1"] == _texts(rag, "bolt.txt")
     (documents / "less").mkdir()
     (documents / "less" / "bolt.txt").write_text("A third Bolt.")
     (documents / "bolt.txt").unlink()
