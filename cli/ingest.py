@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _REASONS = 12  # lines of a list
 _NAMES = 3  # of each reason
+_REASON_CHARACTERS = 100
 
 
 def show_skipped(skipped: Sequence[Skipped], left_out: Sequence[Skipped]) -> None:
@@ -66,8 +67,10 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
     by_path: dict[str, list[str]] = {}
     for skip in skipped:
         name = _short(skip.path)
-        by_reason.setdefault(skip.reason, []).append(name)
-        by_path.setdefault(name, []).append(skip.reason)
+        # Words that were left out are in brackets; without them, documents share the reason
+        reason = skip.reason if len(skip.reason) <= _REASON_CHARACTERS else f"{skip.reason.partition(' (')[0]} (…)"
+        by_reason.setdefault(reason, []).append(name)
+        by_path.setdefault(name, []).append(reason)
     files_first = len(by_path) <= len(by_reason)
     groups = by_path if files_first else by_reason
     ranked = sorted(groups.items(), key=lambda group: -len(group[1]))  # stable: ties keep their order
@@ -81,7 +84,9 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
             lines.append(f"{len(rest):,} files: {first} ({listed})")
     if len(ranked) > _REASONS:
         lines.append(f"and {len(ranked) - _REASONS:,} more {'files' if files_first else 'reasons'}")
-    cut = len(ranked) > _REASONS or any(len(rest) > _NAMES for _, rest in ranked)
+    cut = len(ranked) > _REASONS or any(
+        len(rest) > _NAMES or "(…)" in "".join([first, *rest]) for first, rest in ranked
+    )
     note(f"{head}{'; --json lists all' if cut else ''}:")
     for line in lines:
         note(f"  {line}")

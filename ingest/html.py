@@ -127,7 +127,7 @@ def _tree(page: str) -> tuple[Any, list[str]]:
     from lxml.etree import strip_tags
 
     tree = trafilatura.load_html(page)
-    if tree is None:  # the library expects a whole page
+    if tree is None or tree.find("body") is None:  # the library expects a whole page
         tree = trafilatura.load_html(f"<html><body>{page}</body></html>")
     if tree is None:
         raise Unreadable("no text found")

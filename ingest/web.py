@@ -103,6 +103,10 @@ class _Site:
     failures: int = 0
 
 
+class _RedirectError(Unreadable):
+    pass
+
+
 class _HTTPStatusError(Unreadable):
     def __init__(self, status: int) -> None:
         super().__init__(f"the server answers {status}")
@@ -205,7 +209,7 @@ class Web:
         """Fetch an address by its site's rules, or these `rules`; raises Unreadable with the reason."""
         for _ in range(_MAX_REDIRECTS + 1):
             if not _is_below(address, scope):
-                raise Unreadable(f"it redirects to {address}, which is not below {scope}")
+                raise _RedirectError(f"it redirects to {address}, which is not below {scope}")
             site = self._site(address)
             if not rules:
                 site.robots = site.robots or self._robots(urljoin(address, "/"))
@@ -215,7 +219,7 @@ class Web:
             if isinstance(answer, SourceFile):
                 return answer
             address = _normal(answer, address)
-        raise Unreadable(f"it redirects more than {_MAX_REDIRECTS} times")
+        raise _RedirectError(f"it redirects more than {_MAX_REDIRECTS} times")
 
     def _robots(self, root: str) -> RobotFileParser:
         """The rules of a site: none if it has no robots.txt. RFC 9309: if it cannot be read, nothing is allowed."""
@@ -225,8 +229,8 @@ class Web:
         try:
             text = self._fetch(urljoin(root, "/robots.txt"), root, rules=True).read().decode("utf-8", "replace")
             parser.parse(text.splitlines())
-        except _HTTPStatusError as error:
-            if error.status >= 500:
+        except (_HTTPStatusError, _RedirectError) as error:
+            if isinstance(error, _HTTPStatusError) and error.status >= 500:
                 raise Unreadable(f"the site's robots.txt cannot be read ({error})") from None
             parser.parse([])
         except ValueError:  # of an address or a number in a rule
@@ -241,23 +245,20 @@ class Web:
         if root not in self._sites:
             parts = urlsplit(address)
             host, secure = parts.hostname or "", parts.scheme == "https"
-            ip = self._resolve(host, port := parts.port or (443 if secure else 80))
+            port = parts.port or (443 if secure else 80)
+            try:
+                resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError):
+                raise Unreadable(f"the host {host} is not known") from None
+            addresses = [str(entry[4][0]) for entry in resolved]
+            if not self.allow_private and not all(map(_is_public, addresses)):
+                raise Unreadable(f"{host} is in a private network: add --allow-private if it is yours")
+            ip = min(addresses, key=lambda address: ":" in address)  # networks resolve IPv6 names without routing it
             timeout = Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
             options: dict[str, Any] = {"timeout": timeout, "retries": False, "maxsize": 1}
             options |= {"server_hostname": host, "assert_hostname": host} if secure else {}
             self._sites[root] = _Site((HTTPSConnectionPool if secure else HTTPConnectionPool)(ip, port, **options))
         return self._sites[root]
-
-    def _resolve(self, host: str, port: int) -> str:
-        try:
-            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            raise Unreadable(f"the host {host} is not known") from None
-        addresses = [str(entry[4][0]) for entry in resolved]
-        if not self.allow_private and not all(map(_is_public, addresses)):
-            raise Unreadable(f"{host} is in a private network: add --allow-private if it is yours")
-        # IPv4 first: many networks resolve IPv6 names without routing IPv6
-        return min(addresses, key=lambda address: ":" in address)
 
     def _ask(self, address: str, site: _Site, cut_bytes: int | None) -> SourceFile | str:
         """One request, in a thread, because a server can send headers slowly for ever: the page, or a redirect."""

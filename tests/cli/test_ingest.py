@@ -112,6 +112,14 @@ def test_dry_run_makes_no_index(ragkv, documents, tmp_path):
     assert ragkv("ingest", documents, "--index", new, "--dry-run", "--codec", "brotli").code == 2
 
 
+def test_long_reasons_are_one_line_of_the_list(ragkv, tmp_path):
+    for number in range(3):
+        menu = " ".join(f"w{number}x{word}" for word in range(90))
+        (tmp_path / f"{number}.html").write_text(f"<nav>{menu}</nav><main><p>Kesk makes flour {number}.</p></main>")
+    shown = ragkv("ingest", tmp_path, "--index", tmp_path / "new", "--dry-run").err
+    assert "left out 3 parts of 3 documents; --json lists all:\n  3 files: outside of the main text (…) (" in shown
+
+
 def test_verbose_prints_the_text_that_would_be_ingested(ragkv, tmp_path):
     page = "<html><head><title>Mills</title></head><body><nav>Shop</nav><main><h1>Oats</h1><p>CO<sub>2</sub></p>"
     (tmp_path / "a.html").write_text(page)

@@ -227,6 +227,8 @@ def test_robots_are_honoured(site, pages):
     kinds = [outcome(each) for each in pages("/sitemap.xml")]
     assert kinds == ["text/html", "the site's robots.txt does not allow it"]
     assert site.asked.count("/robots.txt") == 1
+    site["/robots.txt"] = (302, {"Location": "http://example.org/robots.txt"}, "")
+    assert outcome(pages("/private/b.html")[0]) == "text/html"  # a site without rules, says RFC 9309
     unreadable = ["User-agent: *\nDisallow: //[", "User-agent: *\nCrawl-delay: ²"]  # not for Python 3.14
     for unread in ((503, {}, ""), *(unreadable if sys.version_info < (3, 14) else [])):
         site["/robots.txt"] = unread
