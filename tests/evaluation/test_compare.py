@@ -21,15 +21,15 @@ def request_of(rag, name):
 def test_a_request_is_the_one_that_a_query_gets(rag, name):
     engine = make_engine(name, {})
     own, _ = rag.request(engine, QUESTION, rag.retrieve(QUESTION)[: engine.most_chunks][::-1])
-    made = request_of(rag, name)
+    request = request_of(rag, name)
     for field in ("prefix_ids", "suffix_ids", "question", "prompt"):
-        assert getattr(made, field) == getattr(own, field)
-    assert [(c.token_ids, c.score) for c in made.chunks] == [(c.token_ids, c.score) for c in own.chunks]
+        assert getattr(request, field) == getattr(own, field)
+    assert [(c.token_ids, c.score) for c in request.chunks] == [(c.token_ids, c.score) for c in own.chunks]
     if engine.encoding is None:
-        assert made.prefix is None
+        assert request.prefix is None
         return
-    assert bit_equal(made.prefix, own.prefix)
-    for mine, theirs in zip(made.chunks, own.chunks, strict=True):  # other batch sizes, so other last bits
+    assert bit_equal(request.prefix, own.prefix)
+    for mine, theirs in zip(request.chunks, own.chunks, strict=True):  # other batch sizes, so other last bits
         torch.testing.assert_close(mine.kv.keys, theirs.kv.keys, atol=1e-5, rtol=1e-5)
         assert mine.kv.encoded_at == theirs.kv.encoded_at
 

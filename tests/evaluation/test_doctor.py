@@ -58,20 +58,20 @@ def along(first, second, ends):
 def test_figures_are_those_of_the_streams(rag):
     quality = examine(rag, engines=["ape", "pced"], codecs=["raw"])
     for row in quality.engines:
-        found, same = [], 0
+        steps, same = [], 0
         for question in ASKED:
             scored = rag.retrieve(question.text)[::-1]
             streams = (
                 Stream(rag.index.runtime, made, rag.request(made, question.text, scored)[0])
                 for made in (make_engine(name, {}) for name in ("full", row.engine))
             )
-            found += along(*streams, rag.model.eos_ids)
+            steps += along(*streams, rag.model.eos_ids)
             texts = [rag.query(question.text, engine=name, max_new_tokens=STEPS).text for name in ("full", row.engine)]
             same += texts[0] == texts[1]
-        assert row.kl == pytest.approx(fmean(kl for kl, _ in found), rel=1e-3, abs=1e-4)
-        assert row.top1 == pytest.approx(fmean(agreed for _, agreed in found))
+        assert row.kl == pytest.approx(fmean(kl for kl, _ in steps), rel=1e-3, abs=1e-4)
+        assert row.top1 == pytest.approx(fmean(agreed for _, agreed in steps))
         assert row.answers == same / len(ASKED)
-        assert quality.tokens == len(found)
+        assert quality.tokens == len(steps)
 
 
 def row_of(label, verdict, first_token, kv_bytes=1, **options):
@@ -101,11 +101,11 @@ def test_one_setting_is_proposed(rows, says):
 
 
 def test_a_proposal_names_the_options_and_how_much_sooner():
-    found = proposed([row_of("block(context=256)", "fair", 0.25, context=256)], 1.0)
-    assert 'default_engine = "block" and context = 256 under [encoding] (then ingest again) in ragkv.toml' in found
-    found = proposed([row_of("block(over=prefixed)", "good", 0.25, over="prefixed")], 1.0)
-    assert 'default_engine = "block" and over = "prefixed" under [tuning.block] in ragkv.toml' in found
-    assert "4.0 times faster" in found
+    sentence = proposed([row_of("block(context=256)", "fair", 0.25, context=256)], 1.0)
+    assert 'default_engine = "block" and context = 256 under [encoding] (then ingest again) in ragkv.toml' in sentence
+    sentence = proposed([row_of("block(over=prefixed)", "good", 0.25, over="prefixed")], 1.0)
+    assert 'default_engine = "block" and over = "prefixed" under [tuning.block] in ragkv.toml' in sentence
+    assert "4.0 times faster" in sentence
 
 
 def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):
@@ -143,13 +143,13 @@ def test_int8_weights_are_judged_against_those_of_the_checkpoint(tmp_path, docum
         quality = examine(rag, engines=["block"])
         [row] = quality.codecs
         exact = load_model(str(model_folder), dtype="float32")
-        found = []
+        steps = []
         for question in ASKED:
             request = rag.request(make_engine("full", {}), question.text, rag.retrieve(question.text)[::-1])[0]
             streams = (Stream(runtime_of(model), make_engine("full", {}), request) for model in (rag.model, exact))
-            found += along(*streams, rag.model.eos_ids)
+            steps += along(*streams, rag.model.eos_ids)
     assert (row.engine, row.codec, row.exact) == ("full", "int8 weights", False)
-    assert 0 < row.kl == pytest.approx(fmean(kl for kl, _ in found), rel=1e-3)
+    assert 0 < row.kl == pytest.approx(fmean(kl for kl, _ in steps), rel=1e-3)
 
 
 def test_codecs_are_compared_with_the_same_engine(rag, coarse):

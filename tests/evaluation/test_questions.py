@@ -91,11 +91,11 @@ def test_an_answer_is_right_if_it_contains_a_gold_one_where_there_are_any():
 
 
 def test_made_questions_are_beginnings_of_sentences_of_the_index(rag):
-    made = made_questions(rag.store, 4, seed=1)
-    assert made == made_questions(rag.store, 4, seed=1)
-    assert len({question.text for question in made}) == len(made) == 4
+    drawn = made_questions(rag.store, 4, seed=1)
+    assert drawn == made_questions(rag.store, 4, seed=1)
+    assert len({question.text for question in drawn}) == len(drawn) == 4
     texts = " ".join(chunk.text for chunk in rag.store.chunks())
-    for question in made:
+    for question in drawn:
         beginning = question.text.split('"')[1].removesuffix("…")
         assert len(beginning) > 8
         assert beginning in texts

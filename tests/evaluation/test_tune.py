@@ -64,11 +64,11 @@ def test_giving_up_never_changes_what_is_found(landscape):
     winners = set()
     for seed in range(40):  # noqa: B007 - `judge` reads it
         calls.clear()
-        found = tuner.search(questions)
-        winners.add(found.winner)
-        assert found.winner == by_hand(judge, 8, tuner.now)
-        assert len(calls) == 8 + sum(trial.asked for trial in found.trials) < 8 + 8 * len(found.trials)
-        for trial in found.trials:
+        search = tuner.search(questions)
+        winners.add(search.winner)
+        assert search.winner == by_hand(judge, 8, tuner.now)
+        assert len(calls) == 8 + sum(trial.asked for trial in search.trials) < 8 + 8 * len(search.trials)
+        for trial in search.trials:
             assert trial.right == sum(judge(i, trial.setting) for i in range(trial.asked))
             assert trial.given_up == (trial.asked < 8)
     assert len(winners) > 10
@@ -85,13 +85,13 @@ def test_the_path_is_temperature_then_scale(landscape):
 
     tuner, questions, _ = landscape(judge, 2)
     tuner.now = APESetting(temperature=0.9, scale=0.9)
-    found = tuner.search(questions, held_out=questions[:1])
-    assert found.winner == wanted
-    stages = [trial.stage for trial in found.trials]
+    search = tuner.search(questions, held_out=questions[:1])
+    assert search.winner == wanted
+    stages = [trial.stage for trial in search.trials]
     assert stages == ["now"] + ["temperature"] * 10 + ["scale"] * 9
-    assert all(t.setting.temperature == 0.6 for t in found.trials[11:])
-    assert (found.full, found.asked, found.held_out.winner, found.held_out.now) == (2, 2, 1, 0)
-    assert [row["winner"] for row in found.to_json()["trials"]].count(True) == 1
+    assert all(t.setting.temperature == 0.6 for t in search.trials[11:])
+    assert (search.full, search.asked, search.held_out.winner, search.held_out.now) == (2, 2, 1, 0)
+    assert [row["winner"] for row in search.to_json()["trials"]].count(True) == 1
 
 
 def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
