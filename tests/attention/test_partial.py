@@ -48,21 +48,6 @@ def test_fast_path_equals_the_matmul_path(shape, mask, dtype, shared):
         assert (fast.out[:, :, 2] == 0).all()
 
 
-def test_the_matmul_path_is_softmax_attention():
-    query, key, value = states(2, 4, 4, n=5, m=9)
-    found = partial_attention(query, key, value, scale=0.25, reference=True)
-    out, lse = oracle.attention(query, key, value, 0.25)
-    torch.testing.assert_close(found.out, out.float())
-    torch.testing.assert_close(found.lse, lse.float())
-
-
-def test_soft_cap_comes_before_the_temperature():
-    query, key, value = states(1, 4, 2, n=3, m=6)
-    found = partial_attention(query, key, value, scale=1.0, temperature=0.5, softcap=2.0)
-    scores = 2 * torch.tanh(query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 2) / 0.5
-    torch.testing.assert_close(found.out, scores.softmax(-1) @ value.repeat_interleave(2, 1))
-
-
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 24), max_size=6), n=st.integers(1, 4))
 def test_any_cut_of_the_keys_merges_to_the_whole(cuts, n):
@@ -168,41 +153,6 @@ def test_cuda_kernels_equal_the_matmul_path():
         torch.testing.assert_close(fast.lse, slow.lse, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_values_may_be_wider_or_narrower_than_keys(shared):
-    """Some models have another width for values; a kernel that requires equal widths must not be chosen."""
-    query, key, _ = states(2, 4, 2, n=3, m=6)
-    for width in (8, 24):
-        value = torch.randn(2, 2, 6, width)
-        keys, values = (key[:1], value[:1]) if shared else (key, value)
-        found = partial_attention(query, keys, values, scale=0.4)
-        out, lse = oracle.attention(query, keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), 0.4)
-        torch.testing.assert_close(found.out, out.float())
-        torch.testing.assert_close(found.lse, lse.float())
-        nothing = partial_attention(query, keys[:, :, :0], values[:, :, :0], scale=0.4)
-        torch.testing.assert_close(merge_partials([nothing, found]).out, out.float())
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_a_query_of_another_dtype_than_the_keys(dtypes):
-    query, key, value = states(2, 4, 2, n=3, m=6)
-    query, key, value = query.to(dtypes[0]), key.to(dtypes[1]), value.to(dtypes[1])
-    found = partial_attention(query, key, value, scale=0.4)
-    out, lse = oracle.attention(query, key, value, 0.4)
-    assert found.out.dtype == dtypes[0]
-    torch.testing.assert_close(found.out.double(), out, atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(found.lse, lse.float())
-
-
-def test_soft_capped_scores_of_half_types_are_computed_in_fp32():
-    """Gemma 2 in bfloat16: only inputs and output are rounded, so the logsumexp has fp32's precision."""
-    query, key, value = states(1, 4, 2, n=5, m=40, dtype=torch.bfloat16)
-    found = partial_attention(query, key, value, scale=0.7, softcap=20.0)
-    out, lse = oracle.attention(query, key, value, 0.7, softcap=20.0)
-    torch.testing.assert_close(found.lse, lse.float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.out.double(), out, atol=1e-2, rtol=1e-2)
-
-
 def test_parts_of_half_types_merge_in_fp32():
     """A thousand parts of one key each: sums in a half type would deviate by far more than one rounding."""
     query, key, value = states(1, 2, 2, n=3, m=1000, dtype=torch.bfloat16)
@@ -223,3 +173,35 @@ def test_scores_that_do_not_fit_at_once_are_computed_some_tokens_at_a_time(mask,
     some = partial_attention(query, key, value, scale=0.3, mask=given, softcap=3.0)
     torch.testing.assert_close(some.out, whole.out)
     torch.testing.assert_close(some.lse, whole.lse)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "width", "shared", "options", "limit"),
+    [
+        ((FULL, FULL), 16, False, {"reference": True}, 1e-5),  # the matmul path
+        ((FULL, FULL), 16, False, {"softcap": 2.0, "temperature": 0.5}, 1e-5),  # the cap comes before the temperature
+        # values of another width than keys: a kernel that requires equal widths must not be chosen
+        *(((FULL, FULL), width, shared, {}, 1e-5) for width in (8, 24) for shared in (False, True)),
+        ((FULL, HALF), 16, False, {}, 1e-2),
+        ((HALF, FULL), 16, False, {}, 1e-2),
+        ((HALF, HALF), 16, False, {"softcap": 20.0}, 1e-2),  # only inputs and output are rounded
+    ],
+    ids=str,
+)
+def test_it_is_attention_by_its_definition(dtypes, width, shared, options, limit):
+    query, key, _ = states(2, 4, 2, n=3, m=40)
+    query, key, value = query.to(dtypes[0]), key.to(dtypes[1]), torch.randn(2, 2, 40, width).to(dtypes[1])
+    if shared:
+        key, value = key[:1], value[:1]
+    found = partial_attention(query, key, value, scale=0.4, **options)
+    softcap, temperature = options.get("softcap"), options.get("temperature", 1.0)
+    scale, cap = 0.4 / temperature, softcap and softcap / temperature
+    out, lse = oracle.attention(query, *(t.expand(2, -1, -1, -1) for t in (key, value)), scale, softcap=cap)
+    assert found.out.dtype == dtypes[0]
+    torch.testing.assert_close(found.out.double(), out, atol=limit, rtol=limit)
+    torch.testing.assert_close(found.lse, lse.float(), atol=1e-5, rtol=1e-5)
+    nothing = partial_attention(query, key[:, :, :0], value[:, :, :0], scale=0.4, **options)
+    torch.testing.assert_close(merge_partials([nothing, found]).out, found.out.float())

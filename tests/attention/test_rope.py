@@ -46,49 +46,6 @@ def rotations_of(offsets, rotary=ROTARY):
     return QueryRotations(rotary, offsets, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("tokens", [slice(0, 5), slice(1, 4), torch.tensor([3, 0, 4])], ids=str)
-@pytest.mark.parametrize("offsets", [[7], [-4], [3, 11], [5, 0, -4, 3, 5, 12]], ids=str)
-def test_tokens_are_rotated_back_by_every_offset(tokens, offsets):
-    """None may get another token's states or another chunk's angle."""
-    query = torch.randn(1, 4, 5, HEAD_DIM)
-    rotation = rotations_of(offsets).of(query, 0)
-    for offset in offsets:
-        rotated = rotation.by(offset, tokens)
-        torch.testing.assert_close(rotated.double(), exact(query[:, :, tokens], "near", -offset), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("tokens", [slice(1, 4), torch.tensor([4, 0, 2])], ids=str)
-def test_each_token_is_rotated_back_by_its_own_offset(tokens):
-    query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
-    rotation = rotations_of([5, 0, -4, 12]).of(query, 0)
-    rotated = rotation.by(torch.tensor([rotation.rows[offset] for offset in own]), tokens)
-    for place, offset in enumerate(own):
-        expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
-        torch.testing.assert_close(rotated[:, :, place].double(), expected, atol=1e-5, rtol=0)
-
-
-def test_layers_of_one_pass_have_their_own_frequencies():
-    """What is computed once and used again belongs to one kind of frequencies; queries differ from layer to layer."""
-    rotations = rotations_of([2, 9, -6])
-    for layer, offset in ((0, 2), (2, 2), (0, 9), (3, -6), (2, -6), (0, 2)):
-        query = torch.randn(1, 4, 3, HEAD_DIM)
-        rotated = rotations.of(query, layer).by(offset, slice(0, 3))
-        torch.testing.assert_close(rotated.double(), exact(query, KINDS[layer], -offset), atol=1e-5, rtol=0)
-
-
-def test_a_layer_without_positions_rotates_nothing():
-    query = torch.randn(1, 4, 3, HEAD_DIM)
-    assert rotations_of([5, -2]).of(query, 1) is None
-    assert ROTARY.rotate(query, 1, torch.full((1, 3), 5)) is query
-
-
-def test_nothing_is_rotated_where_no_chunk_was_moved():
-    query = torch.randn(1, 4, 3, HEAD_DIM)
-    assert rotations_of([0]).of(query, 0) is None
-    assert rotations_of([]).of(query, 0) is None
-    torch.testing.assert_close(rotations_of([0, 5]).of(query, 0).by(0, slice(0, 3)), query, atol=0, rtol=0)
-
-
 def paired(states, cos, sin):
     """Adjacent elements form a complex number, as in GLM and Cohere; only the first half of a head is rotated."""
     cos, sin = (t[:, None, :, : HEAD_DIM // 4].repeat_interleave(2, -1) for t in (cos, sin))
@@ -102,16 +59,6 @@ def neighbours(states, cos, sin):
     """Adjacent elements form a complex number, in the whole head."""
     cos, sin = (t[:, None, :, : HEAD_DIM // 2].repeat_interleave(2, -1) for t in (cos, sin))
     return states * cos + torch.stack([-states[..., 1::2], states[..., 0::2]], -1).flatten(-2) * sin
-
-
-@pytest.mark.parametrize("offset", [7, -3])
-def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
-    rotary = Rotary(apply=paired, angles=angles, kinds=KINDS)
-    query = torch.randn(1, 4, 5, HEAD_DIM)
-    rotated = rotations_of([offset, 2], rotary).of(query, 0).by(offset, slice(0, 5))
-    expected = paired(query, *angles(torch.full((1, 5), -offset), "near"))
-    torch.testing.assert_close(rotated, expected, atol=1e-5, rtol=0)
-    assert torch.equal(rotated[..., HEAD_DIM // 2 :], query[..., HEAD_DIM // 2 :])
 
 
 def casting(states, cos, sin):

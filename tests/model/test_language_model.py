@@ -1,18 +1,14 @@
 """For every family, results from cached, moved chunks equal transformers' results from the whole text."""
 
-import copy
-from dataclasses import replace
-
 import pytest
 import torch
 
 from ragkv.attention.kv import PlacedChunk
-from ragkv.attention.sequence import ArenaKVCache, KVArena, KVCache, TokenSequence
-from ragkv.engines import supported_engines
+from ragkv.attention.sequence import ArenaKVCache, KVArena, TokenSequence
 from ragkv.errors import UsageError
 from ragkv.model import language_model
 from ragkv.model.self_check import check_model
-from ragkv.types import Capability, LayerShape
+from ragkv.types import LayerShape
 
 PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; the test models' windows are 8 tokens
 
@@ -40,19 +36,6 @@ def test_context_and_own_tokens_equal_full_attention(family, make_model):
     with model.plain() as plain:
         right = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -PARTS[-1] :]
     torch.testing.assert_close(found, right, atol=1e-5 * float(right.abs().max()), rtol=1e-5)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_decoding_token_by_token_equals_one_pass(unlike_family, make_model):
-    model = make_model(unlike_family)
-    ids = [i for part in sequence() for i in part]
-    whole = model.step([TokenSequence((), 0)], [ids], every=True)
-    row = TokenSequence((), 0, KVCache(reserve=2))
-    model.step([row], [ids[:20]])
-    for at in range(20, len(ids)):
-        [step] = model.step([row], [[ids[at]]])
-        torch.testing.assert_close(step, whole[at], atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
-    assert row.position == row.cache.length == len(ids)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -181,23 +164,6 @@ def test_one_chunk_kv_serves_two_places_and_is_not_changed(make_model):
     assert torch.equal(first, again)
     for a, b in zip(before, kvs[1].keys, strict=True):
         assert torch.equal(a, b)
-
-
-def test_layers_without_rope_are_found(make_model):
-    assert None in make_model("smollm3").rotary.kinds
-    assert None in make_model("cohere2").rotary.kinds
-    assert None not in make_model("gemma3").rotary.kinds
-    assert len(set(make_model("gemma3").rotary.kinds)) == 2
-
-
-def test_the_self_check_moves_no_chunk_by_a_wrong_rotation(make_model):
-    model = copy.copy(make_model("qwen2", "float32"))
-    good = model.rotary
-    model.rotaries = (replace(good, angles=lambda p, kind: good.angles(p * 2, kind)),)
-    check_model(model)
-    assert "layer 0 are changed after" in model.missing_capabilities[Capability.MOVE]
-    assert "block" not in supported_engines(model)
-    assert {"ape", "full", "pced"} <= set(supported_engines(model))
 
 
 def test_prompts_beyond_the_positions_are_refused(make_model):

@@ -13,8 +13,6 @@ from ragkv.model.attention_hook import (
     LatentProjection,
     latent_bytes,
     latents_of,
-    rotated_last,
-    rotated_last_in_pairs,
 )
 from ragkv.types import LayerShape
 
@@ -119,23 +117,6 @@ def test_a_layer_that_gives_its_cache_nothing_is_refused():
         absorbing.attend(call)
 
 
-@pytest.mark.parametrize("rotate", [rotated_last, rotated_last_in_pairs])
-def test_only_the_last_numbers_are_rotated(rotate):
-    states, angle = torch.randn(1, 2, 3, RANK + ROPE).double(), torch.rand(1, 3, ROPE // 2).double()
-    if rotate is rotated_last:
-        pairs = torch.complex(*states[..., RANK:].chunk(2, -1))
-        laid = torch.cat([angle, angle], -1)
-    else:
-        pairs = torch.view_as_complex(states[..., RANK:].unflatten(-1, (-1, 2)).contiguous())
-        laid = angle.repeat_interleave(2, -1)
-    rotated = pairs * torch.exp(1j * angle)[:, None]
-    joined = torch.cat([rotated.real, rotated.imag], -1)
-    expected = joined if rotate is rotated_last else torch.view_as_real(rotated).flatten(-2)
-    found = rotate(states, laid.cos(), laid.sin())
-    assert torch.equal(found[..., :RANK], states[..., :RANK])
-    torch.testing.assert_close(found[..., RANK:], expected)
-
-
 def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
     model = make_model("deepseek3")
     [kv] = model.encode([[5, 6, 7]])
@@ -144,31 +125,6 @@ def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
     assert kv.shape.token_bytes == kept == model.layers * 28 * 4
     assert expanded == model.layers * 4 * (12 + 8 + 14) * 4
     assert kv.nbytes == 3 * kept
-
-
-def test_the_sizes_of_deepseek_v3():
-    """576 numbers per token and layer instead of 40,960."""
-    config = SimpleNamespace(
-        num_attention_heads=128,
-        num_hidden_layers=61,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-    )
-    assert latent_bytes(config, 2) == (61 * 576 * 2, 61 * 40_960 * 2)
-
-
-def test_what_has_no_position_does_not_hide_how_the_rest_is_rotated(make_model):
-    """Of a latent's key only the rope part is rotated: the others are the same wherever the chunk stands."""
-    model = make_model("deepseek3")
-    moving = model.rotary.moving(0, 28, model.device)
-    assert moving.tolist() == [False] * 20 + [True] * 8
-    still, moved = (model.encode([[9, 8, 7, 6]], prefix=prefix)[0] for prefix in (None, model.encode([[3] * 5])[0]))
-    assert torch.equal(still.keys[0][..., :20], moved.keys[0][..., :20])
-    assert not torch.allclose(still.keys[0][..., 20:], moved.keys[0][..., 20:], atol=1e-2)
-    rotated = model.rotary.rotate(still.keys[0][None], 0, torch.full((1, 4), 5))[0]
-    torch.testing.assert_close(rotated, moved.keys[0], atol=1e-5, rtol=1e-5)
 
 
 def test_transformers_own_model_is_as_it_was(make_model):

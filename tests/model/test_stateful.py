@@ -337,35 +337,6 @@ def learnt(**odd) -> CacheLayout:
     return CacheLayout.of((5, cache(5, **odd)), [(6, cache(6, **odd)), (9, cache(9, **odd))], cache(5, rows=2, **odd))
 
 
-def test_what_grows_is_told_from_what_does_not():
-    tree = learnt()
-    assert [(leaf.name, leaf.rows, leaf.tokens) for leaf in tree.leaves] == [
-        ("layers.0.keys", 0, 2),
-        ("layers.0.states.0", 0, None),
-        ("layers.1.keys", 0, 2),
-        ("layers.1.states.0", 0, None),
-    ]
-
-
-def test_a_cache_is_made_again_from_its_tensors():
-    tree = learnt()
-    before = cache(7)
-    made = tree.make(tree.read(before), 7)
-    assert [layer.seen for layer in made.layers] == [7, 7]
-    assert made.layers[1].keys is before.layers[1].keys
-    assert made.layers[1].states[0] is before.layers[1].states[0]
-    assert made.layers[0] is not before.layers[0]
-    assert (made.layers[0].size, made.layers[0].flag) == (4, True)
-
-
-def test_two_caches_of_one_tree_have_nothing_in_common():
-    tree = learnt()
-    first, second = (tree.make(tree.read(cache(n)), n) for n in (7, 8))
-    first.layers[0].states[0] = torch.zeros(1)
-    assert second.layers[0].states[0].shape == (1, 5)
-    assert first.layers[0].seen == 7
-
-
 @pytest.mark.parametrize(
     ("caches", "reason"),
     [
@@ -380,23 +351,6 @@ def test_two_caches_of_one_tree_have_nothing_in_common():
 def test_a_form_that_cannot_be_told_is_refused(caches, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         CacheLayout.of((5, caches(5, 1)), [(6, caches(6, 1)), (9, caches(9, 1))], caches(5, 2))
-
-
-def test_a_cache_is_a_layers_kv_and_states_and_back():
-    tree = learnt()
-    packing = CachePacking(tree, tree.read(cache(5)), layers=2, dtype=torch.float32)
-    before, whole = cache(5), cache(9)
-    for mine, other in zip(before.layers, whole.layers, strict=True):
-        mine.keys = other.keys[:, :, :5].clone()
-    prefix = packing.pack(tree.read(before), 5, 0)
-    own = [t[:, :, 5:] if leaf.tokens else t for leaf, t in zip(tree.leaves, tree.read(whole), strict=True)]
-    chunk = packing.pack(own, 4, 5)
-    assert (chunk.tokens, chunk.encoded_at) == (4, 5)
-    assert [(state.layer, state.name) for state in chunk.states] == [(0, "layers.0.states.0"), (1, "layers.1.states.0")]
-    assert chunk.shape.token_bytes == 2 * HEADS * WIDTH * 4
-    assert chunk.shape.state_bytes == 2 * 5 * 4
-    for found, expected in zip(packing.unpack([prefix, chunk]), tree.read(whole), strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_kv_of_another_form_is_no_cache_of_this_model():

@@ -2,8 +2,7 @@
 models).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -294,19 +293,6 @@ def test_a_question_chooses_what_is_passed_on(make_model: Any) -> None:
     assert off(logits_of(long_document), dense_of(long_document, score)) < LIMIT
 
 
-K = 1024
-
-
-def test_the_papers_lengths() -> None:
-    assert lengths_for(32 * K - 1) is None
-    assert lengths_for(32 * K) == BlockLengths(block=4 * K, anchor=K, passing=K // 2)
-    assert lengths_for(100_000) == BlockLengths(block=16 * K, anchor=4 * K, passing=2 * K)
-    assert lengths_for(10**7) == BlockLengths(block=64 * K, anchor=8 * K, passing=8 * K)
-    for wrong in ({"block": 0}, {"block": 4, "anchor": 5}, {"block": 4, "passing": -1}):
-        with pytest.raises(ConfigError):
-            BlockLengths(**{"anchor": 0, "passing": 0, **wrong})
-
-
 def test_blocks_cover_the_document_once() -> None:
     for n in range(1, 40):
         layout = BlockLayout(tokens=n, lengths=BlockLengths(block=7, anchor=3, passing=6), start=5)
@@ -319,110 +305,38 @@ def test_blocks_cover_the_document_once() -> None:
         assert layout.passing(layout.blocks - 1) <= 4 + 6 * max(0, layout.blocks - 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """The sizes of a decoder with gated feed-forward layers that its cost depends on."""
-
-    layers: int
-    hidden: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: Any) -> "DecoderShape":
-        """From a transformers configuration."""
-        heads = config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            q_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
-
-    @property
-    def width(self) -> int:
-        """d in the attention formulas: the width of all query heads together."""
-        return self.q_heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """FLOPs of one token's key and value projections in one layer."""
-        return 4 * self.hidden * self.kv_heads * self.head_dim
-
-    @property
-    def token(self) -> int:
-        """c: FLOPs of one token in one layer without attention; 4d²(1+1/g) + 6dI if q_heads·head_dim is d."""
-        return 4 * self.hidden * self.width + self.keys + 6 * self.hidden * self.inner
+def test_the_papers_lengths() -> None:
+    assert lengths_for((32 << 10) - 1) is None
+    for tokens, kibi in ((32 << 10, (4, 1, 0.5)), (100_000, (16, 4, 2)), (10**7, (64, 8, 8))):
+        assert lengths_for(tokens) == lengths(*(int(1024 * length) for length in kibi))
+    for wrong in ({"block": 0}, {"block": 4, "anchor": 5}, {"block": 4, "passing": -1}):
+        with pytest.raises(ConfigError):
+            BlockLengths(**{"anchor": 0, "passing": 0, **wrong})
 
 
-def _layers(shape: DecoderShape, tokens: int, pairs: float) -> float:
-    """FLOPs of a pass that needs only KV, over `pairs` query-key pairs: the last layer computes nothing else."""
-    return (shape.layers - 1) * (tokens * shape.token + 4 * shape.width * pairs) + tokens * shape.keys
-
-
-def full_flops(shape: DecoderShape, tokens: int) -> float:
-    """Plain causal attention over one sequence: L[n·c + 2d·n²], the last layer as in `apb_flops`."""
-    return _layers(shape, tokens, tokens * tokens / 2)
-
-
-def apb_flops(
-    shape: DecoderShape, layout: BlockLayout, *, anchors: int = 1, only: Iterable[int] | None = None
-) -> float:
-    """FLOPs of all blocks, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing)].
-
-    `anchors` (a) is how often the anchor is computed: once in one process, H-1 times on machines that share only what
-    is passed on (the paper's formula, with (H-1)(l_a + l_b)²). The last layer computes only keys and values. The
-    compressor's cost is not counted.
-    """
-    anchor = layout.anchor if layout.blocks > 1 else 0
-    lengths = {block: len(layout.span(block)) for block in (range(layout.blocks) if only is None else only)}
-    seen = sum(
-        tokens * (layout.start + (anchor if block else 0) + layout.passing(block)) for block, tokens in lengths.items()
-    )
-    own = sum(tokens**2 for tokens in lengths.values()) / 2
-    beside = anchors * anchor * (anchor / 2 + layout.start)
-    tokens = sum(lengths.values()) + anchors * anchor
-    return _layers(shape, tokens, seen + own + beside)
-
-
-def test_the_papers_formula_is_that_of_machines_that_share_nothing() -> None:
-    """Table 6, for H equal blocks: L[(n+(H−1)l_a)c + 2d(l_b²+(H−1)(l_a+l_b)²) + 2d·l_p·l_b·H(H−1)]."""
-    shape = DecoderShape(layers=400, hidden=4096, inner=14336, q_heads=32, kv_heads=8, head_dim=128)
-    n, h, cut = 128 * K, 8, BlockLengths(block=16 * K, anchor=4 * K, passing=2 * K)
-    d, c = 4096, 4 * 4096**2 * (1 + 1 / 4) + 6 * 4096 * 14336
-    b, a, p = cut.block, cut.anchor, cut.passing
-    paper = 400 * ((n + (h - 1) * a) * c + 2 * d * (b**2 + (h - 1) * (a + b) ** 2) + 2 * d * p * b * h * (h - 1))
-    found = apb_flops(shape, BlockLayout(tokens=n, lengths=cut), anchors=h - 1)
-    assert found == pytest.approx(paper, rel=0.004)  # the last layer computes only keys and values
-    assert full_flops(shape, n) == pytest.approx(400 * (n * c + 2 * d * n**2), rel=0.004)
-
-
-def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
-    """Two products over visible pairs of queries and keys; a causal mask halves them."""
-    batch, heads, n, head_dim = query
-    return int(4 * batch * heads * n * key[2] * head_dim / (2 if causal else 1))
-
-
-@pytest.mark.parametrize(
-    "cut", [BlockLengths(block=256, anchor=64, passing=32), star(256), BlockLengths(block=2048, anchor=0, passing=0)]
-)
-def test_counted_operations_are_those_of_the_formula(
+@pytest.mark.parametrize("cut", [lengths(256, 64, 32), star(256), lengths(2048, 0, 0)], ids=str)
+def test_no_more_is_computed_than_the_definition_needs(
     make_model: Any, cut: BlockLengths, monkeypatch: Any, without_kernel: None
 ) -> None:
+    """Projections of each token, and the visible pairs: the anchor once, in the last layer only keys and values."""
     monkeypatch.setattr("ragkv.attention.partial.flash_takes", lambda *_: False)  # torch counts only its own kernels
     model = make_model("llama-deep")
     layout = BlockLayout(tokens=1200, lengths=cut)
     long_document = LongDocument(model=model, layout=layout, ids=(7,) * 1200, compressor=KeyNorm())
 
-    def flash(*shapes: Any, out_shape: Any = None, is_causal: bool = False, **_: Any) -> int:
-        causal = is_causal or any(each is True for each in shapes)
-        return _flash(*shapes[:3], causal=causal)
+    def flash(query: Any, key: Any, *more: Any, out_shape: Any = None, is_causal: bool = False, **_: Any) -> int:
+        batch, heads, n, head_dim = query
+        return batch * heads * n * key[2] * head_dim * (2 if is_causal or True in more else 4)
 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={kernel: flash}) as counter:
         list(SequentialExecutor().run(long_document))
-    assert counter.get_total_flops() == pytest.approx(apb_flops(DecoderShape.of(model.config), layout), rel=0.03)
+    spans = [len(layout.span(block)) for block in range(layout.blocks)]
+    anchor = layout.anchor if layout.blocks > 1 else 0
+    pairs = sum(n * (n / 2 + anchor * (block > 0) + layout.passing(block)) for block, n in enumerate(spans))
+    shape, tokens = model.config, 1200 + anchor
+    width = shape.num_attention_heads * shape.head_dim
+    keys = 4 * shape.hidden_size * shape.num_key_value_heads * shape.head_dim
+    token = 4 * shape.hidden_size * width + keys + 6 * shape.hidden_size * shape.intermediate_size
+    needed = (shape.num_hidden_layers - 1) * (tokens * token + 4 * width * (pairs + anchor**2 / 2)) + tokens * keys
+    assert counter.get_total_flops() == pytest.approx(needed, rel=0.03)
