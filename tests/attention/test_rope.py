@@ -61,6 +61,17 @@ def neighbours(states, cos, sin):
     return states * cos + torch.stack([-states[..., 1::2], states[..., 0::2]], -1).flatten(-2) * sin
 
 
+@pytest.mark.parametrize("function", [apply, paired])
+@pytest.mark.parametrize("offsets", [[-4], [5, 0, -4, 3, 5, 12]], ids=str)
+def test_tokens_are_rotated_back_by_every_offset(function, offsets):
+    """None may get another token's states or another chunk's angle; `paired` leaves half a head as it is."""
+    query, tokens = torch.randn(1, 4, 5, HEAD_DIM), torch.tensor([3, 0, 4])
+    rotation = rotations_of(offsets, Rotary(apply=function, angles=angles, kinds=KINDS)).of(query, 0)
+    for offset in offsets:
+        expected = function(query, *angles(torch.full((1, 5), -offset), "near"))[:, :, tokens]
+        torch.testing.assert_close(rotation.by(offset, tokens), expected, atol=1e-5, rtol=0)
+
+
 def casting(states, cos, sin):
     """A model's rotary function that computes in the query's dtype, as some families' do."""
     return apply(states, cos.to(states.dtype), sin.to(states.dtype))

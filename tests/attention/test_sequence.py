@@ -168,3 +168,32 @@ def test_chunks_move_towards_the_beginning_too(family, make_model):
         for layer in range(model.layers):
             there = model.rotary.rotate(kv.keys[layer][None], layer, torch.tensor([[offset]]))[0]
             torch.testing.assert_close(whole.keys[layer][:, at:end], there, atol=1e-5, rtol=1e-5)
+
+
+def test_every_tensor_of_a_layer_is_checked():
+    """Keys and values of a layer, and all layers, must have the same tokens and heads."""
+    good = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match="one key and one value"):
+        ChunkKV(keys=(), values=())
+    for key, value in (
+        (torch.zeros(2, 5, 4), good),
+        (torch.zeros(2, 5, 4), torch.zeros(2, 5, 4)),  # another number of tokens than layer 0
+        (good, torch.zeros(1, 3, 4)),  # other heads
+        (good, torch.zeros(2, 4, 4)),  # other tokens
+        (torch.zeros(1, 2, 3, 4), good),
+    ):
+        with pytest.raises(ValueError, match="layer 1"):
+            ChunkKV(keys=(good, key), values=(good, value))
+
+
+def test_tensors_of_a_chunk_may_differ_in_width_and_move():
+    """Every machine has the device `meta`; a chunk that is on the device already is not copied."""
+    keys, values = ((torch.zeros(2, 3, 4), torch.zeros(1, 3, 8)), (torch.zeros(2, 3, 5), torch.zeros(1, 3, 6)))
+    kv = ChunkKV(keys=keys, values=values, encoded_at=5)
+    assert kv.shape.layers == ((2, 4, 5), (1, 8, 6))
+    assert kv.nbytes == 4 * 3 * (2 * 9 + 14)
+    placed = PlacedChunk(kv=kv, start=12)
+    assert (placed.offset, placed.end) == (7, 15)
+    moved = kv.to(torch.device("meta"))
+    assert (moved.encoded_at, moved.shape, moved.keys[0].device.type) == (5, kv.shape, "meta")
+    assert kv.to(torch.device("cpu")) is kv

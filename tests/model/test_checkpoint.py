@@ -52,25 +52,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+ABSENT = (
+    *("./models/typo", "../typo", "/models/typo", "~/models/typo", "~nobody-here/model", "models/qwen/typo", "typo/"),
+    *(r"C:\models\typo", "C:/typo", "typo.gguf", "models/typo.safetensors", "two words", "a/b/c", "some/typo\n"),
+    *("a\0b", "\udcff"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("./models/typo", "No model folder at"),
-        ("../typo", "No model folder at"),
-        ("/models/typo", "No model folder at"),
-        ("~/models/typo", "No model folder at"),
-        ("~nobody-here/model", "No model folder at"),
-        ("models/qwen/typo", "No model folder at"),
-        ("typo/", "No model folder at"),
-        (r"C:\models\typo", "No model folder at"),
-        ("C:/typo", "No model folder at"),
-        ("typo.gguf", "No model folder at"),
-        ("models/typo.safetensors", "No model folder at"),
-        ("two words", "No model folder at"),
-        ("a/b/c", "No model folder at"),
-        ("some/typo\n", "No model folder at"),
-        ("a\0b", "No model folder at"),
-        ("\udcff", "No model folder at"),
+        *((name, "No model folder at") for name in ABSENT),
         ("", "name is empty"),
         ("  ", "name is empty"),
         ("model.ggml", "is a file; give the model's folder"),

@@ -16,37 +16,13 @@ __all__ = ["CliChild", "begin_forkserver", "forkserver", "one_thread", "run_scri
 
 PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
-    "FlagEmbedding",  # loads pandas, peft and datasets, which takes longer than a question
-    "faiss",
-    "hypothesis",
-    "ragkv.cli.query",
-    "ragkv.cli.doctor",
-    "ragkv.cli.ingest",
-    "ragkv.cli.main",
-    "ragkv.cli.maintenance",
-    "ragkv.cli.plan",
-    "ragkv.cli.serve",
-    "ragkv.engines.ape",
-    "ragkv.engines.block",
-    "ragkv.engines.full",
-    "ragkv.engines.pced",
-    "ragkv.doctor.report",
-    "ragkv.ingest.ingester",
-    "ragkv.ingest.web",
-    "ragkv.model.language_model",
-    "ragkv.model.self_check",
-    "ragkv.pipeline",
-    "ragkv.runtime",
-    "ragkv.server.app",
-    "ragkv.server.local",
-    "ragkv.server.mcp",
-    "rich.progress",
-    "sentence_transformers",
-    "tqdm.auto",
-    "transformers.generation",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.xlm_roberta.modeling_xlm_roberta",
+    # FlagEmbedding loads pandas, peft and datasets, which takes longer than a question
+    "FlagEmbedding faiss hypothesis ragkv.cli.query ragkv.cli.doctor ragkv.cli.ingest ragkv.cli.main "
+    "ragkv.cli.maintenance ragkv.cli.plan ragkv.cli.serve ragkv.engines.ape ragkv.engines.block ragkv.engines.full "
+    "ragkv.engines.pced ragkv.doctor.report ragkv.ingest.ingester ragkv.ingest.web ragkv.model.language_model "
+    "ragkv.model.self_check ragkv.pipeline ragkv.runtime ragkv.server.app ragkv.server.local ragkv.server.mcp "
+    "rich.progress sentence_transformers tqdm.auto transformers.generation transformers.models.auto.modeling_auto "
+    "transformers.models.llama.modeling_llama transformers.models.xlm_roberta.modeling_xlm_roberta"
 )
 """Modules that most commands import, from the standard library to the models; missing ones are skipped."""
 
@@ -54,7 +30,7 @@ HEAVY = (
 def forkserver():
     """The context of processes that have imported these modules."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(list(HEAVY))
+    context.set_forkserver_preload(HEAVY.split())
     return context
 
 

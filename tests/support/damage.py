@@ -290,14 +290,6 @@ def sampled(cases: list[Case], count: int, rng: random.Random) -> list[Case]:
     )
 
 
-def quick_folder() -> str | None:
-    """A folder in memory for the many files if there is room; otherwise the folder for temporary files."""
-    shared = "/dev/shm"
-    if not os.access(shared, os.W_OK | os.X_OK) or shutil.disk_usage(shared).free < 64 << 20:
-        return None
-    return shared
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int)
@@ -312,7 +304,7 @@ def main() -> None:
         CONTENTS.update(DEEP)
         STORED.extend(DEEP)
         KVS.update((of, kv_of(of)) for content in DEEP.values() for of in content.identities)
-    with tempfile.TemporaryDirectory(dir=quick_folder()) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["XDG_STATE_HOME"] = str(folder / "state")
         make_store(folder / "sound")

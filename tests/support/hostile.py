@@ -5,6 +5,7 @@
 
 import json
 import random
+import re
 import shutil
 import struct
 from collections.abc import Iterator
@@ -24,22 +25,6 @@ from ragkv.store.tables import TABLES
 
 __all__ = ["KINDS", "Attack", "Change", "bomb"]
 
-KINDS = (
-    "documents",
-    "chunks",
-    "tokens",
-    "texts",
-    "facts",
-    "numbers",
-    "manifests",
-    "codecs",
-    "shapes",
-    "segments",
-    "places",
-    "pairs",
-    "vectors",
-    "config",
-)
 _HEAD = struct.Struct("<4sHBBIIIIIIIII")
 _EXTREMES = (0, 1, 2, 7, 255, 1 << 16, 1 << 20, 1 << 31, (1 << 32) - 1)
 Row = tuple[str, bytes, bytes | None]
@@ -244,6 +229,9 @@ class Attack:
             at, value = rng.choice(found), rng.choice(values)
             changed = [*lines[:at], f"{lines[at].split(' = ')[0]} = {value}", *lines[at + 1 :]]
             yield Change(f"config: {changed[at][:40]}", config="\n".join(changed))
+
+
+KINDS = tuple(name[1:] for name in vars(Attack) if re.match("_[a-z]", name) and name != "_data")
 
 
 def bomb(key: bytes, manifest: bytes, claim: int, number: int) -> Iterator[Row]:

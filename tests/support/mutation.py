@@ -3,6 +3,7 @@ lists, deep nesting, missing and added keys. Seeded, so that a failure can be re
 """
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -20,47 +21,11 @@ def deep(levels: int = 500) -> Any:
 
 def values(rng: random.Random) -> list[Any]:
     """Values that replace anything."""
-    return [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        7,
-        1 << 31,
-        (1 << 32) - 1,
-        1 << 40,
-        1 << 63,
-        1 << 64,
-        10**400,
-        -(10**400),
-        0.5,
-        1e308,
-        float("nan"),
-        float("inf"),
-        "",
-        ".",
-        "..",
-        "../../outside/precious",
-        "/etc/passwd",
-        "a/b",
-        "x" * 5000,
-        "\x00",
-        "\x1b[31m",
-        "\ud800",
-        [],
-        {},
-        [[]],
-        [None],
-        [-1],
-        [1 << 40],
-        ["../x", "../x"],
-        {"id": []},
-        {"": ""},
-        deep(),
-        [0] * 5000,
-        rng.randrange(-10, 1000),
-    ]
+    numbers = (-1, 0, 1, 7, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63, 1 << 64, 10**400, -(10**400), 0.5, 1e308)
+    texts = ("", ".", "..", "../../outside/precious", "/etc/passwd", "a/b", "x" * 5000, "\x00", "\x1b[31m", "\ud800")
+    lists = ([], [[]], [None], [-1], [1 << 40], ["../x", "../x"], deep(), [0] * 5000)
+    others = (None, True, math.nan, math.inf, {}, {"id": []}, {"": ""}, rng.randrange(-10, 1000))
+    return [*numbers, *texts, *lists, *others]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
