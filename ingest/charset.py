@@ -70,9 +70,11 @@ def decode(data: bytes, declared: str | None = None, *, markup: bool = False) ->
     """
     if reason := next((why for mark, why in _NO_TEXT.items() if data.startswith(mark)), None):
         raise Unreadable(reason)
-    check_text(len(data) // 4)  # no encoding takes more than four bytes for a character
+    if not markup:  # its reader checks the text between the tags
+        check_text(len(data) // 4)  # no encoding takes more than four bytes for a character
     text = _decoded(data, declared, markup)
-    check_text(len(text))
+    if not markup:
+        check_text(len(text))
     sample = text[:65536]
     if "\x00" in sample or 50 * len(_CONTROL.findall(sample)) > len(sample) or 4 * sample.count("\ufffd") > len(sample):
         raise Unreadable(BINARY)
