@@ -59,20 +59,13 @@ def test_the_page_of_commands_is_up_to_date():
     assert (DOCS / "cli.md").read_text(encoding="utf-8") == made, "run: make cli-docs"
 
 
-def test_the_table_of_families_is_the_recorded_one():
-    page = (DOCS / "models.md").read_text(encoding="utf-8")
-    made = MADE["placed"](page, "families", MADE["families"](Survey.recorded()))
-    assert page == made, "run: make cli-docs"
-
-
-def test_the_sizing_table_is_up_to_date():
-    text = (DOCS / "operations.md").read_text(encoding="utf-8")
-    assert MADE["placed"](text, "sizing", MADE["sizing"]()) == text, "run: make cli-docs"
-
-
-def test_the_table_of_options_is_up_to_date():
-    text = (DOCS / "questions.md").read_text(encoding="utf-8")
-    assert MADE["placed"](text, "options", MADE["options"]()) == text, "run: make cli-docs"
+@pytest.mark.parametrize(
+    ("page", "name", "arguments"),
+    [("models", "families", (Survey.recorded(),)), ("operations", "sizing", ()), ("questions", "options", ())],
+)
+def test_a_table_is_up_to_date(page, name, arguments):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert MADE["placed"](text, name, MADE[name](*arguments)) == text, "run: make cli-docs"
 
 
 def test_every_page_is_in_the_menu():

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from longbook import CHUNK, LENGTHS, book, tiny_model
+from longbook import CHUNK, book, tiny_model
 
 from ragkv.config import load_config
 
-GIVEN = ",".join(map(str, LENGTHS.values()))
 BLOCKS = 40
 APB = ("--long-documents", "apb", "--engines", "apb", "--chunk-tokens", CHUNK)
 

@@ -41,7 +41,9 @@ def answers_and_keeps_nothing(index: Path, way: str) -> None:
         ["stats", "--index", str(index), "--json"],
         ["ingest", str(index.parent / "halden.md"), "--index", str(index)],
     ]
-    ape, block, stats, ingest = json.loads(run_script("command", way, json.dumps(commands), index))
+    ape, block, stats, ingest = json.loads(
+        run_script("command", way, index, stdin=json.dumps([{"arguments": words} for words in commands]))
+    )
     for answer, misses in ((ape, 0), (block, 1)):
         assert answer["code"] == 0, answer["err"]
         assert json.loads(answer["out"])["kv"]["misses"] == misses

@@ -68,9 +68,6 @@ def test_a_limit_draws_by_seed_in_the_order_of_the_file(tmp_path):
     assert len(load_task(tmp_path / "mine.jsonl", limit=99).examples) == 40
 
 
-RELEVANT = {"q1": {"d2": 1}, "q2": {"d3": 2, "d1": 1}, "q3": {"d4": 1}}
-
-
 def test_questions_without_a_relevant_passage_are_counted(tmp_path):
     folder = beir_folder(tmp_path / "b")
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t1\nq2\td3\t0\nq3\td4\t-1\n")
