@@ -127,6 +127,12 @@ def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
     assert kv.nbytes == 3 * kept
 
 
+def test_only_the_rope_part_of_a_latents_key_moves(make_model):
+    """What has no position must not hide from the self-check how the rest is rotated."""
+    model = make_model("deepseek3")
+    assert model.rotary.moving(0, 28, model.device).tolist() == [False] * 20 + [True] * 8
+
+
 def test_transformers_own_model_is_as_it_was(make_model):
     """ragkv gets the latents from the cache: no module has an attribute or a forward method of ragkv's."""
     model = make_model("deepseek3")

@@ -337,6 +337,14 @@ def learnt(**odd) -> CacheLayout:
     return CacheLayout.of((5, cache(5, **odd)), [(6, cache(6, **odd)), (9, cache(9, **odd))], cache(5, rows=2, **odd))
 
 
+def test_two_caches_of_one_tree_have_nothing_in_common():
+    tree = learnt()
+    first, second = (tree.make(tree.read(cache(n)), n) for n in (7, 8))
+    first.layers[0].states[0] = torch.zeros(1)
+    assert second.layers[0].states[0].shape == (1, 5)
+    assert (first.layers[0].seen, second.layers[1].seen, second.layers[0].flag) == (7, 8, True)
+
+
 @pytest.mark.parametrize(
     ("caches", "reason"),
     [
