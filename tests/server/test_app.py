@@ -293,7 +293,7 @@ def test_a_question_about_a_task_is_one_for_the_documents(chat):
 
 
 def test_what_no_error_should_be_says_nothing(chat, monkeypatch):
-    monkeypatch.setattr(AnswerStream, "begin", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(AnswerStream, "_find", lambda *_, **__: 1 / 0)
     response = chat()
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "division" not in response.text
