@@ -119,7 +119,7 @@ def _measured(number: float, code: str) -> str:
         before, after = (before, after + literal) if mask else (before + literal, after)
     whole, _, _ = mask.partition(".")
     thousands = max(len(part) - len(part.rstrip(",")) for part in (whole, mask))
-    scale = 1000**thousands / (100 if "%" in before + after else 1)
+    scale = 1000**thousands / (100 if "%" in _QUOTED.sub("", section) else 1)
     head, point, tail = digits(repr(abs(number) / scale)).partition(".")
     head = head.zfill(whole.count("0")) if "," not in whole else head
     return f"{'-' * (number < 0)}{before.lstrip()}{head}{point}{tail}{after}" if mask else plain

@@ -31,20 +31,8 @@ _DROPPED = {
     *("ruby-text", "tracked-changes", "forms", "extLst", "endParaRPr"),
 }
 _DRAWN = {
-    *(
-        "txbxContent",
-        "tbl",
-        "table",
-        "chart",
-        "relIds",
-        "pic",
-        "imagedata",
-        "object",
-        "object-ole",
-        "oleObj",
-        "altChunk",
-    ),
-    *("frame", "custom-shape", "rect", "ellipse", "g", "caption"),
+    *("txbxContent", "tbl", "table", "chart", "relIds", "pic", "imagedata", "object", "object-ole", "oleObj"),
+    *("altChunk", "frame", "custom-shape", "rect", "ellipse", "g", "caption", "annotation"),
 }
 _TIGHT = {"list", "line"}  # kinds of blocks that follow each other without a blank line
 _SYMBOL = "∀#∃%&∍()*+,−./0123456789:;<=>?≅ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ[∴]⊥_‾αβχδεφγηιϕκλµνοπθρστυϖωξψζ{|}~"
@@ -124,7 +112,7 @@ def read_pptx(data: bytes) -> Parsed:
     with opened(data, "PPTX") as package:
         main = package.main("ppt/presentation.xml")
         slides = []
-        for number, (_, part) in enumerate(_listed(package, main, "sldId"), start=1):
+        for number, (_, part) in enumerate(_listed(package, main, "sldIdLst/{*}sldId"), start=1):
             place = f"slide {number}"
             for comments in package.related(part, "comments"):
                 for comment in package.part(comments, place, "comments").iter("{*}cm"):
@@ -154,10 +142,10 @@ def _parsed(package: Package, joined: tuple[str, list[Section]]) -> Parsed:
     return Parsed(text=joined[0], sections=joined[1], left_out=package.left_out())
 
 
-def _listed(package: Package, main: str, element: str) -> Iterator[tuple[Any, str]]:
+def _listed(package: Package, main: str, path: str) -> Iterator[tuple[Any, str]]:
     """Elements of the main part in their order, with the part that each names."""
     parts = package.relations(main)
-    for item in package.xml(main).iter(f"{{*}}{element}"):
+    for item in package.xml(main).iterfind(f"{{*}}{path}"):
         name = next((value for key, value in item.attrib.items() if key.endswith("}id")), "")
         yield item, parts.get(name, ("", ""))[1]
 
@@ -167,7 +155,7 @@ def read_xlsx(data: bytes) -> Parsed:
     with opened(data, "XLSX") as package:
         workbook = _Workbook(package, package.main("xl/workbook.xml"))
         rows: list[tuple[str, str]] = []
-        for sheet, part in _listed(package, workbook.main, "sheet"):
+        for sheet, part in _listed(package, workbook.main, "sheets/{*}sheet"):
             name = attribute(sheet, "name")
             if attribute(sheet, "state").lower().endswith("hidden"):
                 package.skip(f"sheet {name}", "hidden")
@@ -494,8 +482,6 @@ class Walker:
                     number = "".join(citation.text or "" for citation in child.iterfind("{*}note-citation"))
                     self.noted += [(number, body) for body in child.iterfind("{*}note-body")]
                     yield f"[{number}]"
-                case "annotation":
-                    self._skip("comment", " ".join("".join(p.itertext()) for p in child.iterfind("{*}p")))
                 case "checkBox":  # of a form, as the next
                     marks = [attribute(mark, "val") for mark in child.iterfind("{*}default")]
                     marks += [attribute(mark, "val") for mark in child.iterfind("{*}checked")]
@@ -510,8 +496,15 @@ class Walker:
                     yield from self._alternative(child, self._words)
                 case name if name in _DRAWN:
                     self.boxes.append(child)
-                case "sup" | "sub" | "den" as name:  # of a formula
-                    yield {"sup": "^", "sub": "_", "den": "/"}[name] + self.words(child)
+                case "d" | "nary" | "rad" as name:  # of a formula, as the next
+                    chars = {local_name(char): attribute(char, "val") for char in child.iterfind(f"{{*}}{name}Pr/*")}
+                    first, last = {"d": ("(", ")"), "nary": ("∫", ""), "rad": ("√(", ")")}[name]
+                    first = chars.get("begChr", chars.get("chr", first))
+                    yield first + self.words(child) + chars.get("endChr", last)
+                case "sup" | "sub" | "num" | "den" as name:
+                    if words := self.words(child):
+                        words = words if words.isalnum() else f"({words})"
+                        yield {"sup": "^", "sub": "_", "den": "/"}.get(name, "") + words
                 case name if name and name not in _DROPPED:
                     yield from self._words(child)
             if self.mixed:
@@ -567,6 +560,8 @@ class Walker:
             case "object" | "object-ole" | "oleObj":
                 programs = (attribute(part, "progId") or attribute(part, "ProgID") for part in element.iter("*"))
                 self._skip("embedded object", next(filter(None, programs), ""))
+            case "annotation":
+                self._skip("comment", " ".join("".join(p.itertext()) for p in element.iterfind("{*}p")))
             case "altChunk":
                 _, part = self.parts.get(attribute(element, "id"), ("", ""))
                 self._skip("embedded document", part.rpartition("/")[2])
@@ -609,6 +604,7 @@ class Walker:
             cells = [""] * _count(val(row, "{*}trPr/{*}gridBefore"), 0)
             for cell in _below(row, _CELLS):
                 words = " ".join(text for _, text, _ in self.blocks(cell))
+                words = words or next((stated for key, stated in cell.items() if key.endswith("value")), "")
                 column = len(cells)
                 mark = cell.find("{*}tcPr/{*}vMerge")
                 merged = (
@@ -657,9 +653,10 @@ def _points(series: Any, *names: str) -> dict[int, str]:
     points: dict[int, str] = {}
     for data in (data for data in series if local_name(data) in names):
         code = _text(data, "formatCode")
+        is_text = next(data.iter("{*}strCache", "{*}strLit", "{*}multiLvlStrCache"), None) is not None
         for point in data.iter("{*}pt"):
             index = attribute(point, "idx")
-            value = formatted(_text(point, "v"), code)
+            value = _text(point, "v") if is_text else formatted(_text(point, "v"), code)
             number = int(index) if index.isdecimal() else len(points)
             points[number] = f"{value} {points.get(number, '')}".strip()  # labels of several levels
     return points

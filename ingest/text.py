@@ -255,7 +255,8 @@ def _word(value: Any) -> str:
 _DELIMITERS = "\t;|,"  # in a tie the first wins: values contain commas most often
 _HEAD_ROWS = 200  # rows from which delimiter and header are guessed
 _NUMBER = re.compile(r"[-+]?[\d.,\s]*\d\s*%?|[-+]?\d+(\.\d*)?[eE][-+]?\d+|\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}.*")
-_YEAR = re.compile(r"1[5-9]\d\d|2[01]\d\d")
+_DATE = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}")
+_YEAR_OR_DATE = re.compile(rf"1[5-9]\d\d|2[01]\d\d|{_DATE.pattern}")
 
 
 def read_csv(data: bytes) -> Parsed:
@@ -341,20 +342,21 @@ def _titles(rows: Sequence[Sequence[str]]) -> int:
 def _is_header(rows: Sequence[Sequence[str]]) -> bool:
     """Whether the first row is a header. Most tables have one, so look for counterevidence.
 
-    Counterevidence is a number, or a name that is also a value of its column; but not several years (a column per
-    year) or an empty name (the index of a data frame).
+    Counterevidence is a number, or a name that is also a value of its column; but not several years or dates (a column
+    each, of values that are no dates) or an empty name (the index of a data frame).
     """
     first = rows[0]
     named = [field for field in first if field]
     if 2 * len(named) < len(first) or any(len(field) > 100 for field in named):
         return False
     numbers = [field for field in named if _NUMBER.fullmatch(field)]
-    if numbers and not (len(numbers) > 1 and len(numbers) < len(named) and all(map(_YEAR.fullmatch, numbers))):
+    if numbers and not (len(numbers) > 1 and len(numbers) < len(named) and all(map(_YEAR_OR_DATE.fullmatch, numbers))):
         return False
     if len(rows) == 1:
         return False
     # By rows, not columns: a table may have millions of columns and rows much shorter than its first.
-    return not any(field and field == name for row in rows[1:] for field, name in zip(row, first, strict=False))
+    below = (pair for row in rows[1:] for pair in zip(row, first, strict=False) if pair[0])
+    return not any(field == name or (_DATE.fullmatch(name) and _DATE.fullmatch(field)) for field, name in below)
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:

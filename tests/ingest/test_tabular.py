@@ -52,6 +52,8 @@ def test_excels_own_mark_of_the_delimiter(tmp_path):
     [
         ("name,city", "Halden,Varn", True),
         ("name,1990,1991", "Halden,5,6", True),  # one column per year
+        ("name,2031-01-31,2031-02-28", "Halden,5,6", True),
+        ("Halden,2031-01-31,2031-02-28", "Bolt,2031-03-31,2031-04-30", False),
         (",name,size", "0,Halden,5", True),  # the index column of a data frame
         ("Halden,1907", "Bolt,1912", False),
         ("Halden,Varn", "Bolt,Varn", False),  # a header name that also occurs as a value
