@@ -34,6 +34,8 @@ _DRAWN = {
     *("txbxContent", "tbl", "table", "chart", "relIds", "pic", "imagedata", "object", "object-ole", "oleObj"),
     *("altChunk", "frame", "custom-shape", "rect", "ellipse", "g", "caption", "annotation"),
 }
+_BLANKS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "line-break": "\n", "s": " ", "noBreakHyphen": "-"}
+_RAISED = str.maketrans("0123456789+-−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻")
 _TIGHT = {"list", "line"}  # kinds of blocks that follow each other without a blank line
 _SYMBOL = "∀#∃%&∍()*+,−./0123456789:;<=>?≅ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ[∴]⊥_‾αβχδεφγηιϕκλµνοπθρστυϖωξψζ{|}~"
 _SYMBOLS = "€ϒ′≤⁄∞ƒ♣♦♥♠↔←↑→↓°±″≥×∝∂•÷≠≡≈…⏐⎯↵ℵℑℜ℘⊗⊕∅∩∪⊃⊇⊄⊂⊆∈∉∠∇®©™∏√⋅¬∧∨⇔⇐⇑⇒⇓◊〈®©™∑⎛⎜⎝⎡⎢⎣⎧⎨⎩⎪ 〉∫⌠⎮⌡⎞⎟⎠⎤⎥⎦⎫⎬⎭"
@@ -168,8 +170,14 @@ def read_ods(data: bytes) -> Parsed:
     """Each row of each sheet, as in XLSX."""
     with opened(data, "ODS") as package:
         rows: list[tuple[str, str]] = []
-        for table in package.xml("content.xml").iterfind(".//{*}spreadsheet/{*}table"):
+        root = package.xml("content.xml")
+        styles = root.iterfind(".//{*}style/{*}table-properties")
+        hidden = {attribute(style.getparent(), "name") for style in styles if attribute(style, "display") == "false"}
+        for table in root.iterfind(".//{*}spreadsheet/{*}table"):
             name = attribute(table, "name")
+            if attribute(table, "style-name") in hidden:
+                package.skip(f"sheet {name}", "hidden")
+                continue
             walker = Walker(package, "", f"sheet {name}", mixed=True)
             cells = list(walker.grid(table))
             drawn = [text for shapes in table.iterfind("{*}shapes") for _, text, _ in walker.blocks(shapes)]
@@ -464,14 +472,8 @@ class Walker:
                     yield unescaped(child.text or "") if self.kind == "line" else child.text or ""
                 case "r":
                     yield self._run(child)
-                case "tab" | "ptab":
-                    yield "\t"
-                case "br" | "cr" | "line-break":
-                    yield "\n"
-                case "s":
-                    yield " "
-                case "noBreakHyphen":
-                    yield "-"
+                case name if name in _BLANKS:
+                    yield _BLANKS[name]
                 case "sym":
                     yield self._sign(attribute(child, "font"), attribute(child, "char"))
                 case "fld" if len(element) < 5 and _text(element) == _text(child) and "slidenum" in child.values():
@@ -520,7 +522,8 @@ class Walker:
                     )
                 case "sym":
                     text = signs(text, attribute(font, "typeface"), private=True)
-        return text
+        raised = val(run, "{*}rPr/{*}vertAlign") == "superscript" or run.find("{*}rPr[@baseline='30000']") is not None
+        return text.translate(_RAISED) if raised and re.fullmatch(r"[-+−]?\d+", text) else text  # 10⁵ is not 105
 
     def _sign(self, font: str, code: str) -> str:
         sign = signs(chr(int(code, 16)), font) if re.fullmatch(r"[0-9A-Fa-f]{1,4}", code) else "\uf000"

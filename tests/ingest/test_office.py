@@ -365,9 +365,10 @@ def test_lines_fields_and_alternatives_of_a_slide():
             f"<a:p>{number}</a:p><a:p><a:r><a:t>Slide </a:t></a:r>{number}<a:r><a:t> of 9</a:t></a:r></a:p>"
             f"{either(a('Energy is'), a('Energy is'))}{either('<ink/>', a('a sketch'))}"
             f"<grpSp><grpSp>{a('in a group')}</grpSp></grpSp>{sign}"
+            '<a:p><a:r><a:t>10</a:t></a:r><a:r><a:rPr baseline="30000"/><a:t>5</a:t></a:r></a:p>'
         ),
     )
-    assert parsed.text == "Annual report\nHarbour\n2031\nSlide 3 of 9\nEnergy is\na sketch\nin a group\n☑ ok"
+    assert parsed.text == "Annual report\nHarbour\n2031\nSlide 3 of 9\nEnergy is\na sketch\nin a group\n☑ ok\n10⁵"
 
 
 def test_tables_charts_diagrams_and_notes_of_slides():
@@ -440,12 +441,13 @@ def test_spreadsheets_and_slides_of_opendocument():
         f'<table-row number-rows-repeated="9"/><table-row>{cell("", "Kesk")}{cell("", "oats")}{cell(many, "")}'
         "</table-row><table-row><table-cell><p>Varn</p><annotation><p>Why?</p></annotation></table-cell>"
         '<table-cell value-type="date" date-value="2031-03-05"/>'
-        '</table-row></table><table name="None"/>'
+        '</table-row></table><table name="None"/><style name="ta2"><table-properties display="false"/></style>'
+        f'<table name="Old" style-name="ta2"><table-row>{cell("", "secret")}</table-row></table>'
     )
     parsed = read_odf("spreadsheet", table)
     assert parsed.text == "Mill: Kesk\nFlour: oats\n\nMill: Varn\nFlour: 2031-03-05"
     assert [section.heading for section in parsed.sections] == ["Mills, row 11", "Mills, row 12"]
-    assert parsed.left_out == ["sheet Mills: comment (Why?)", "sheet None: no text"]
+    assert parsed.left_out == ["sheet Mills: comment (Why?)", "sheet None: no text", "sheet Old: hidden"]
     frame = "<frame><text-box><p>{}</p></text-box></frame>".format
     pages = f"<page>{frame('First<line-break/>line')}<notes>{frame('Speak')}</notes></page><page/>"
     parsed = read_odf("presentation", pages)
@@ -551,16 +553,20 @@ def test_what_is_wrapped_is_read_and_what_was_deleted_is_not():
 def test_signs_gaps_and_joined_paragraphs_of_docx():
     sign = '<w:r><w:sym w:font="{}" w:char="{}"/></w:r>'.format
     deleted = "<w:rPr><w:del/></w:rPr>"
+    raised = '<w:r><w:rPr><w:vertAlign w:val="superscript"/></w:rPr><w:t>{}</w:t></w:r>'.format
     body = (
         f"<w:p>{sign('Wingdings', 'F0FE')}<w:r><w:t> 45</w:t></w:r>{sign('Symbol', 'F0B0')}{sign('symbol', '006D')}"
         f"<w:r><w:rPr><w:rFonts w:ascii='Wingdings 2'/></w:rPr><w:t>R\uf0a3</w:t></w:r>{sign('Arial', '2022')}"
-        f"{sign('Fancy', 'F041')}</w:p>{p('Joined ', deleted)}{p('with ', deleted)}{p('the next')}{p('last', deleted)}"
+        f"{sign('Fancy', 'F041')}<w:r><w:t>10</w:t></w:r>{raised('-3')}<w:r><w:t>1</w:t></w:r>{raised('st')}</w:p>"
+        f"{p('Joined ', deleted)}{p('with ', deleted)}{p('the next')}{p('last', deleted)}"
         f"<w:tbl><w:tr><w:trPr><w:gridBefore w:val='1'/></w:trPr><w:tc>{p('Q1')}</w:tc></w:tr>"
         f"<w:tr><w:tc>{p('North')}</w:tc><w:tc>{p('5')}<w:tbl><w:tr><w:tc>{p('a')}</w:tc><w:tc>{p('b')}</w:tc></w:tr>"
         "</w:tbl></w:tc></w:tr></w:tbl>"
     )
     parsed = read_docx(package(body))
-    assert parsed.text == ("☑ 45°µ☑☐•\n\nJoined with the next\n\nlast\n\n|  | Q1 |\n|---|---|\n| North | 5 a, b |")
+    assert parsed.text == (
+        "☑ 45°µ☑☐•10⁻³1st\n\nJoined with the next\n\nlast\n\n|  | Q1 |\n|---|---|\n| North | 5 a, b |"
+    )
     assert parsed.left_out == ["sign of Fancy (F041)"]
 
 
