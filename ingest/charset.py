@@ -60,7 +60,26 @@ _CANDIDATES += ["cp932", "euc-jp", "gb18030", "big5hkscs", "cp949"]
 _OTHER = "[\u0370-\u06ff\u0e00-\u0e7f]"
 _LATIN_WORDS = re.compile(f"[A-Za-z]{_OTHER}|{_OTHER}[A-Za-z]")
 _OTHER_WORD = re.compile(f"{_OTHER}{{3}}")
-_SPANISH = frozenset("áéíóúüñÁÉÍÓÚÜÑ¿¡ºª«»“”‘’–—…€")
+_ALPHABETS = [
+    (codec, frozenset(letters))
+    for codec, letters in re.findall(
+        r"(\S+)=(\S+)",
+        """cp1252=äöüß cp1252=àâçèéêëîïôùûüÿæœ cp1252=áéíñóúü cp1252=àáâãçéêíóôõúü cp1252=àèéìíîòóùú
+    cp1252=àçèéíïòóúü cp1252=áéëèïíóöúü cp1252=åäöéü cp1252=æøåéóòâ cp1252=áæðéíóöúýþ cp1252=äõöüšž
+    cp1250=ąćęłńóśźż cp1250=áčďéěíňóřšťúůýž cp1250=áäčďéíľňóôšťúýž cp1250=áéíóöőúüű cp1250=ćčđšž cp1250=âîăşţ
+    cp1254=çğıöşüâîûi̇ cp1257=ąčęėįšųūž cp1257=āčēģīķļņšūž cp1257=äõöüšž
+    cp1253=άέήίΰϊϋόύώαβγδεζηθικλμνξοπρστυφχψωςΐ""",
+    )
+]
+"""A Latin or Greek encoding and the letters of a language that is written in it."""
+_ALPHABETS += [
+    (iso, row[1]) for row in _ALPHABETS if (iso := {"cp1250": "iso8859-2", "cp1253": "iso8859-7"}.get(row[0]))
+]
+_ALPHABETS.append(("iso8859-15", _ALPHABETS[1][1]))
+_GREEK = ("cp1253", "iso8859-7")
+_SIGNS = re.compile(  # but for those that stand where letters do
+    r"[\x00-\x7f\xa0„”“’‘‚‹›–—…•«»€£§·°²³†™]|(?<![^\W\d_])([©®¦¶±¬½¼¾](?!»?[^\W\d_A-Z]{2})|[µ¿¡])|[ªº](?![^\W\d_])"
+)
 
 
 def decode(data: bytes, declared: str | None = None, *, markup: bool = False) -> str:
@@ -214,10 +233,17 @@ def _guess(data: bytes) -> str:
     other = len(re.findall(_OTHER, text))
     if other and (not _OTHER_WORD.search(text) or 3 * len(_LATIN_WORDS.findall(text)) > other):
         guess = "cp1252"  # Latin words whose accented letters look like Greek or Cyrillic ones
-    western = {letter for letter in sample.decode("cp1252", "replace") if letter > "\x7f"}
-    if codecs.lookup(guess).name == "cp1250" and western <= _SPANISH:
-        return "cp1252"  # ñ and not ń
-    return guess
+    named = codecs.lookup(guess).name.replace("iso8859-9", "cp1254")
+    if named not in dict(_ALPHABETS):
+        return guess
+    spelt = [codec for codec, letters in _ALPHABETS if letters.issuperset(_letters(sample, codec))]
+    spelt = [codec for codec in spelt if (codec in _GREEK) == (named in _GREEK)] or [guess]
+    spanish = named == "cp1250" and _ALPHABETS[2][1].issuperset(_letters(sample, "cp1252"))  # ñ and not ń
+    return guess if named in spelt and not spanish else spelt[0]
+
+
+def _letters(data: bytes, codec: str) -> str:
+    return _SIGNS.sub("", data.decode(codec, "replace")).lower()
 
 
 def clean(text: str) -> str:

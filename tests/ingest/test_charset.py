@@ -32,6 +32,11 @@ SENTENCES = {
     "el cp1253": "Το τρένο για την Αθήνα φεύγει στις πέντε.|Ευχαριστώ για το μήνυμα.",
     "he cp1255": "הרכבת לתל אביב יוצאת בחמש.|הספר נמצא על השולחן ליד החלון.",
     "ar cp1256": "يغادر القطار إلى القاهرة في الخامسة.|الكتاب على الطاولة قرب النافذة.",
+    "cs iso8859-2": "Šťastný řidič prší.|Vlak do Plzně odjíždí v pět hodin, vaše věc.|Účet zaplaťte do úterý, příště.",
+    "pl iso8859-2": "Proszę być o piątej w środę.|Książka leży na stole, a źle są nożyce.|Śnieg w górach zaś topnieje.",
+    "fr iso8859-15": "Le cœur de l'œuvre coûte 45 €.|L'élève a déjà mangé pour 3 €.|Œuvres à vendre près d'ici : 12 €.",
+    "el iso8859-7": "Το τρένο για την Άρτα φεύγει στις πέντε.|Ευχαριστώ, Άννα, για το μήνυμα.|Άλλη μια φορά.",
+    "ca cp1252": "L'àvia viu a Gràcia des de fa anys.|Què és això, senyor? Demà plourà.|L'avió surt cap a València.",
     "th cp874": "รถไฟไปเชียงใหม่ออกเวลาห้าโมง|ขอบคุณสำหรับข้อความ",
     "ja cp932": "会議は水曜日に変更になりました。|六角ボルト|お知らせをありがとうございます。",
     "ja euc-jp": "会議は水曜日に変更になりました。|六角ボルト|お知らせをありがとうございます。",
@@ -57,6 +62,19 @@ def test_small_files_without_a_declaration(table):
         if decode(text.encode(name.split()[1])) != text:
             wrong.append(name)
     assert len(wrong) <= 12, wrong  # 98 %
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        ("cp1252", "½l Wasser, 5 µm, ±3 °C; © Müller, für 2½ Tage in Köln\n¼ Größe, § 5 ¶ 3"),
+        ("cp1252", "L'élève a déjà mangé ½ crêpe\n±5 € à Genève, 1¼ kg"),
+        ("cp1250", "Długość 5 µm, ±3 mm; © Nowak, ¶ 2\nłódź płynie, a książka leży"),
+        ("cp1250", "Vlak v pět hodin, příští účet: 5 µg, © Novák, ±2\nŘíjen, dům, pěkný věk"),
+    ],
+)
+def test_signs_of_windows_are_no_letters_of_iso_8859(codec, text):
+    assert decode(text.encode(codec)) == text
 
 
 @pytest.mark.parametrize(
