@@ -101,7 +101,10 @@ def _texts(part: Message, left_out: list[str], count: list[int]) -> Iterator[str
         if part.epilogue and _words(part.epilogue):
             left_out.append(f"text after the last part ({' '.join(part.epilogue.split())[:500]})")
     elif isinstance(payload, list) and inline and kind == "message/rfc822":
-        yield _read_message(payload[0], left_out)[1].strip()
+        message = payload[0]
+        if _is_base64(part):  # against RFC 2046
+            message = email.message_from_bytes(_from_base64(message.as_string().lstrip()))
+        yield _read_message(message, left_out)[1].strip()
     elif inline and part.get_content_maintype() in ("text", "multipart"):
         try:
             yield _text(part, left_out)
@@ -112,15 +115,34 @@ def _texts(part: Message, left_out: list[str], count: list[int]) -> Iterator[str
 
 
 def _text(part: Message, left_out: list[str]) -> str:
-    data = part.get_payload(decode=True)
+    data: Any = part.get_payload() if _is_base64(part) else part.get_payload(decode=True)
+    if isinstance(data, str):
+        data = _from_base64(data)
     assert isinstance(data, bytes)
     charset = part.get_param("charset")
     declared = email.utils.collapse_rfc2231_value(charset) if charset else None
     if part.get_content_subtype() != "html":
-        return decode(data, declared).strip() if data.strip() else ""
+        text = decode(data, declared).strip() if data.strip() else ""
+        if str(part.get_param("format")).lower() == "flowed":  # RFC 3676: lines that end with a space go on
+            space = "" if str(part.get_param("delsp")).lower() == "yes" else " "
+            text = re.sub(r"(?m)^ |(?<!^--) \n(?![> ]|-- $)", lambda end: space if end[0] == " \n" else "", text)
+        return text
     page = read_html(data, declared, whole=True) if data.strip() else Parsed(text="")
     left_out += page.left_out
     return page.text.strip()
+
+
+def _is_base64(part: Message) -> bool:
+    return str(part.get("content-transfer-encoding", "")).strip().lower() == "base64"
+
+
+def _from_base64(text: str) -> bytes:
+    """The bytes of base64 that may be cut off, and the plain lines after it, which mailing lists add."""
+    coded = re.match(r"(?:\s*+[A-Za-z0-9+/]++=*+[ \t\r]*+(?:\n|\Z))*+", text)
+    assert coded is not None
+    pieces = re.sub(r"\s", "", coded[0]).split("=")
+    data = b"".join(b64decode(piece[: len(piece) - (len(piece) % 4 == 1)] + "==") for piece in pieces)
+    return data + text[coded.end() :].encode("utf-8", "surrogateescape")
 
 
 def _words(text: str) -> set[str]:

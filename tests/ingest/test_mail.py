@@ -21,6 +21,8 @@ def mail(kind: str, *parts: str) -> str:
 
 PLAIN, PAGE = "text/plain\n\nThe boat leaves at nine.", f"text/html\n\n{HTML}"
 FOOTER = "text/plain\nContent-Disposition: inline\n\n____\nBoats mailing list"
+ENCODING = "Content-Transfer-Encoding: base64\n\n"
+BASE64 = f"{HEAD}text/plain\n{ENCODING}"
 OTHER = "the form text/html of the text, which has other words (nine)"
 
 
@@ -59,6 +61,21 @@ OTHER = "the form text/html of the text, which has other words (nine)"
         (mail("mixed", "image/png; name=a.png\n\nx"), "", ["attachment a.png", "its text is empty"]),
         (f"{HEAD}text/html\n\n<p></p>", "", ["part 1 (text/html): no text found", "its text is empty"]),
         (f"{HEAD}multipart/mixed\n\nno boundary", "no boundary", []),
+        (f"{BASE64}VGhlIGJvYXQgbGVhdmVz\nIGF0IG5pbmUu\n", "The boat leaves at nine.", []),
+        (f"{BASE64}VGhlIGJvYXQgbGVhdmVz\nIGF0IG5pbmUuI", "The boat leaves at nine.", []),  # cut off
+        (f"{BASE64}VGhlIGJvYXQ=\nIGxlYXZlcw==\n\n____\nBoats list", "The boat leaves\n____\nBoats list", []),
+        (f"{BASE64}It is plain, though.", "It is plain, though.", []),
+        (
+            mail("mixed", f"message/rfc822\n{ENCODING}RnJvbTogY0BkLmV4YW1wbGUKCk9sZCB3b3Jkcy4=\n"),
+            "From: c@d.example\n\nOld words.",
+            [],
+        ),
+        (
+            f"{HEAD}text/plain; format=flowed\n\nThe boat \nleaves \nat nine.\n From \n> here \n> on\n-- \nBob",
+            "The boat leaves at nine.\nFrom \n> here \n> on\n-- \nBob",
+            [],
+        ),
+        (f"{HEAD}text/plain; format=Flowed; delsp=yes\n\nFlaggen \nboot", "Flaggenboot", []),
     ],
 )
 def test_all_inline_text_is_read_and_the_rest_named(tmp_path, message, body, left_out):
