@@ -15,8 +15,6 @@ from ragkv.ingest.text import parse_markdown
 _CONTAINERS = """.//main|.//article|.//*[@role='main' or @role='article' or contains(@id, 'content')
     or contains(@class, 'content') or starts-with(@id, 'main') or starts-with(@class, 'main')]"""
 _LAYOUT = "|".join(f".//table[.//table]{path}" for path in ("", "/tr", "/tr/td", "/tbody", "/tbody/tr", "/tbody/tr/td"))
-
-
 _TOO_DEEP = "its elements are nested more than 255 deep; what follows is missing"
 _VALUE = r"=\s*(?:\"[^\"]*\"|'[^']*')?"
 _TAG = re.compile(rf"<[A-Za-z](?>[^>=]|{_VALUE})*")
@@ -50,7 +48,7 @@ def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) 
     for tag in _TAG.finditer(page):  # a long value, as an embedded picture has, is one attribute
         if len(tag[0]) > 2 * _MAX_ATTRIBUTES and len(re.split(r"[\s/]+", _QUOTED.sub(" ", tag[0]))) > _MAX_ATTRIBUTES:
             raise Unreadable(f"a tag of it has more than {_MAX_ATTRIBUTES:,} attributes")
-    page = re.sub(r"\A\s*<\?xml[^>]*>", "", page)
+    page = re.sub(r"\A\s*<\?xml[^>]*>|(?i:</(?:body|html)\s*>)", "", page)  # libxml2 drops what follows these
     with silenced("trafilatura"):
         tree, codes = _tree(page)
         # libxml2 stops at a depth of 256 and drops the rest of the page
@@ -155,6 +153,12 @@ def _tree(page: str) -> tuple[Any, list[str]]:
         _join_word(element)
     for element in tree.iter("form", "figure", "figcaption", "address", "center", "legend", "fieldset", "label"):
         element.tag = "div" if len(element) else "p"  # the extractor drops these, or knows no line end beside them
+    for element in tree.xpath("//*[self::ul or self::ol or self::dl][ancestor::td or ancestor::th]"):
+        element.tag = "div"  # it drops a list in a cell
+        for item in element.iterchildren("li", "dt", "dd"):
+            item.tag = "p"
+    for summary in tree.iter("summary"):  # is a heading itself
+        strip_tags(summary, *_HEADINGS[:-1])
     return tree, codes
 
 

@@ -91,6 +91,25 @@ def test_a_line_of_text_that_begins_with_a_hash_is_no_heading(tmp_path):
     assert source.left_out == ()
 
 
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        (f"<html><body>{INTRO}</body></html>late<p>later</p>", "late\nlater"),
+        (f"<html><body>{INTRO}</body></html><html><body><p>Second.</p></body></html>", "Second."),
+        (
+            page("<table><tr><th>a</th><th>b</th></tr><tr><td>c<ul><li>d</li><li>e</li></ul></td></tr></table>"),
+            "| c d e |",
+        ),
+        (page("<table><tr><td>x</td><td><dl><dt>y</dt><dd>z</dd></dl></td></tr></table>"), "| x | y z |"),
+        (page("<details><summary><h2>More</h2></summary><p>d</p></details>"), "all of this.\n\n## More\n\nd"),
+    ],
+)
+def test_text_after_the_end_of_a_page_and_in_unusual_places(tmp_path, markup, text):
+    source = read(tmp_path, "a.html", markup)
+    assert " ".join(text.split()) in " ".join(source.text.split())
+    assert source.left_out == ()
+
+
 def test_a_hint_for_browsers_without_scripts_does_not_count(tmp_path):
     source = read(
         tmp_path, "a.html", "<html><body><main><h1>A</h1><p>t</p><noscript>Enable all of JS</noscript></main>"
