@@ -282,13 +282,16 @@ class GracefulServer(uvicorn.Server):
 
 class AcceptErrors:
     """An event loop's exception handler that logs one line a minute when there are no descriptors for connections.
-    asyncio would log a traceback for each of `backlog` attempts, every second.
+    asyncio would log a traceback for each of `backlog` attempts, every second. It tries again a second later, and fails
+    if the server has ended meanwhile.
     """
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "_start_serving" in context.get("message", ""):
+            return
         if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
         elif loop.time() >= self._quiet_until:

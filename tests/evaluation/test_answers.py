@@ -243,9 +243,9 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
         tuning=rag.config.tuning,
         prompt=rag.config.prompt,
     )
-    before = rag.store.stats()
+    before = replace(rag.store.stats(), used_bytes=0)  # LMDB's free pages come and go
     results = run_candidates([task], everyone, source=IndexSource(rag))
-    assert rag.store.stats() == before
+    assert replace(rag.store.stats(), used_bytes=0) == before
     for result in results:
         answer = rag.query(QUESTIONS[0], engine=result.candidate.engine, top_k=2, max_new_tokens=5)
         assert (result.text, result.chunks) == (answer.text, len(answer.sources))
