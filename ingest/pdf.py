@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
 from math import hypot
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.errors import install_hint
 from ragkv.ingest.charset import clean
@@ -135,17 +135,22 @@ class _Page:
 class _Heading:
     level: int
     words: str
+    key: str  # the words' letters and digits
+
+    @classmethod
+    def of(cls, level: int, words: str) -> Self:
+        return cls(level, words, bare_characters(words))
 
     def begins(self, bare_lines: Sequence[str], start: int) -> bool:
         """Whether it stands at this line, perhaps with a number before it or broken into several lines."""
-        key, seen = bare_characters(self.words), ""
+        seen = ""
         for line in bare_lines[start : start + 4]:
             if not (line or seen):
                 return False
             seen += line
-            number = len(seen) - len(key)
-            if number == 0 or (len(key) > 3 and 0 < number < min(13, len(bare_lines[start]))):
-                return seen.endswith(key)
+            number = len(seen) - len(self.key)
+            if number == 0 or (len(self.key) > 3 and 0 < number < min(13, len(bare_lines[start]))):
+                return seen.endswith(self.key)
             if number > 0:
                 return False
         return False
@@ -160,7 +165,8 @@ def _parts(document: PdfDocument, data: bytes, left_out: list[str]) -> Iterator[
     words = words_of(page.text for page in pages)
     headings = _outline(document) or _large_lines(pages)
     plumber, path = _Plumber(data), list[tuple[int, str]]()
-    scans, missing = list[int](), ocr_missing()
+    scans = list[int]()
+    missing = ocr_missing() if any(page.picture and not page.text for page in pages) else ""
     for number, page in enumerate(pages, start=1):
         parts = [(page.text, dict[str, Any]())]
         try:
@@ -174,9 +180,8 @@ def _parts(document: PdfDocument, data: bytes, left_out: list[str]) -> Iterator[
                     parts = [(_scanned(document[number - 1]), {})]
         except Unreadable as error:
             left_out.append(f"page {number}: {error}")
-        bare_lines = [bare_characters(line) for line in page.text.split("\n")]
         pending = headings.get(number, [])
-        for absent in [each for each in pending if not any(each.begins(bare_lines, i) for i in range(len(bare_lines)))]:
+        for absent in _absent(pending, page.text):
             path = heading_path(path, absent.level, absent.words)
             pending.remove(absent)
         for text, fields in parts:
@@ -233,31 +238,11 @@ def _page(document: PdfDocument, index: int) -> _Page:
         drawn_text = kind == pdfium.FPDF_ANNOT_FREETEXT and pdfium.FPDFAnnot_HasKey(note, b"AP")
         result.commented |= kind in (pdfium.FPDF_ANNOT_TEXT, pdfium.FPDF_ANNOT_FREETEXT) and not drawn_text
         pdfium.FPDFPage_CloseAnnot(note)
-    if (
-        pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS
-    ):  # what is written into a form becomes text of the page
+    # What is written into a form becomes text of the page.
+    if pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
         page = document[index]
     textpage = page.get_textpage()
-    lines = _in_reading_order([line for line in _lines(textpage, page.get_rotation()) if line.sizes])
-    steps = [(above, below, below.top - above.bottom) for above, below in pairwise(lines) if below.top > above.top]
-    prose = [gap for above, below, gap in steps if min(len(above.text), len(below.text)) > _MIN_COLUMN_CHARACTERS]
-    usual_gap = median(prose or [gap for *_, gap in steps] or [0.0])
-    texts: list[str] = []
-    above: _Line | None = None
-    for line in lines:
-        if above is not None and line.follows:
-            texts[-1] += f" {line.text}"
-            continue
-        if above is not None:
-            gap = line.top - above.bottom > usual_gap + 0.5 * line.height
-            if gap or not above.size / _LARGER < line.size < above.size * _LARGER:
-                texts.append("")
-                result.sizes.append(0.0)
-        texts.append(line.text)
-        result.sizes.append(line.size if line.height < 2 * line.size else 0.0)  # text that runs up is no heading
-        above = line
-    utf_16 = "\n".join(texts).encode("utf-16-le", "surrogatepass")  # pdfium gives characters beyond U+FFFF as two
-    result.text = clean(utf_16.decode("utf-16-le", "replace"))
+    result.text, result.sizes = _joined(_in_reading_order([*_lines(textpage, page.get_rotation())]))
     whole = max(1.0, page.get_width() * page.get_height())
     kinds = [pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_PATH, pdfium.FPDF_PAGEOBJ_TEXT]
     texts_drawn, columns, rows = Counter[bool](), set[int](), set[int]()
@@ -275,6 +260,29 @@ def _page(document: PdfDocument, index: int) -> _Page:
     result.objects = texts_drawn.total() + len(columns) + len(result.text)
     result.unnamed = 4 * texts_drawn[False] > texts_drawn.total()
     return result
+
+
+def _joined(lines: Sequence[_Line]) -> tuple[str, list[float]]:
+    """A page's text with a blank line where there is a gap, and the font sizes of its lines."""
+    steps = [(above, below, below.top - above.bottom) for above, below in pairwise(lines) if below.top > above.top]
+    prose = [gap for above, below, gap in steps if min(len(above.text), len(below.text)) > _MIN_COLUMN_CHARACTERS]
+    usual_gap = median(prose or [gap for *_, gap in steps] or [0.0])
+    texts, sizes = list[str](), list[float]()
+    above: _Line | None = None
+    for line in lines:
+        if above is not None and line.follows:
+            texts[-1] += f" {line.text}"
+            continue
+        if above is not None:
+            gap = line.top - above.bottom > usual_gap + 0.5 * line.height
+            if gap or not above.size / _LARGER < line.size < above.size * _LARGER:
+                texts.append("")
+                sizes.append(0.0)
+        texts.append(line.text)
+        sizes.append(line.size if line.height < 2 * line.size else 0.0)  # text that runs up is no heading
+        above = line
+    utf_16 = "\n".join(texts).encode("utf-16-le", "surrogatepass")  # pdfium gives characters beyond U+FFFF as two
+    return clean(utf_16.decode("utf-16-le", "replace")), sizes
 
 
 def _corners(path: PdfObject) -> Iterator[tuple[float, float]]:
@@ -375,7 +383,7 @@ def _outline(document: PdfDocument) -> dict[int, list[_Heading]]:
         dest, words = entry.get_dest(), " ".join(clean(entry.get_title()).split())
         number = None if dest is None else dest.get_index()
         if number is not None and words:
-            headings.setdefault(number + 1, []).append(_Heading(entry.level, words))
+            headings.setdefault(number + 1, []).append(_Heading.of(entry.level, words))
     return headings
 
 
@@ -402,17 +410,28 @@ def _large_lines(pages: Sequence[_Page]) -> dict[int, list[_Heading]]:
     times = Counter(bare_characters(words) for _, size, words in candidates)
     headings: dict[int, list[_Heading]] = {}
     for number, size, words in candidates:
-        if size in large and times[bare_characters(words)] <= max(2, len(pages) // 4):
-            headings.setdefault(number, []).append(_Heading(large.index(size), words))
+        if size in large:
+            heading = _Heading.of(large.index(size), words)
+            if times[heading.key] <= max(2, len(pages) // 4):
+                headings.setdefault(number, []).append(heading)
     return headings
+
+
+def _absent(headings: Sequence[_Heading], text: str) -> list[_Heading]:
+    """The headings that begin at no line of a text."""
+    lines = [bare_characters(line) for line in text.split("\n")] if headings else []
+    return [other for other in headings if not any(other.begins(lines, start) for start in range(len(lines)))]
 
 
 def _under(text: str, pending: list[_Heading]) -> Iterator[tuple[_Heading | None, str]]:
     """A text cut at the lines that begin one of the headings, which is taken from `pending`."""
+    if not pending:
+        yield None, text
+        return
     lines = text.split("\n")
     bare_lines = [bare_characters(line) for line in lines]
     heading, first = None, 0
-    for start in range(len(lines)) if pending else ():
+    for start in range(len(lines)):
         following = next((other for other in pending if other.begins(bare_lines, start)), None)
         if following is not None:
             yield heading, "\n".join(lines[first:start])
@@ -465,6 +484,8 @@ class _Plumber:
         letters = set(filter(str.isalpha, page.text))
         try:
             text = str(self._page(number).extract_text())
+        except MemoryError:
+            raise
         except Exception as error:
             logger.debug("text of page %d", number, exc_info=True)
             if len(letters) > _MIN_ALPHABET:
