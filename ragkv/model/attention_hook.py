@@ -39,8 +39,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
@@ -250,8 +248,13 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, visible)
+def attend_by_ragkv(model: Any) -> None:
+    """Have a transformers model call ragkv's attention function and mask function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, visible)
+    model.set_attn_implementation(NAME)
 
 
 class LatentProjection:
@@ -424,9 +427,7 @@ def _forward(
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = apply(query, key, *position_embeddings)
-    out, weights = ALL_ATTENTION_FUNCTIONS[name](
-        module, query, key, value, attention_mask, scaling=module.head_dim**-0.5
-    )
+    out, weights = _attention_function(name)(module, query, key, value, attention_mask, scaling=module.head_dim**-0.5)
     return module.dense(out.flatten(2)), weights
 
 
@@ -479,8 +480,15 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if name in ("eager", "sdpa"):
         found: tuple[Tensor, Any] = type(module)._attn(module, query, key, value, attention_mask)
         return found
-    out, weights = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, attention_mask, scaling=scale)
+    out, weights = _attention_function(name)(module, query, key, value, attention_mask, scaling=scale)
     return out.transpose(1, 2), weights
+
+
+def _attention_function(name: str) -> Callable[..., tuple[Tensor, Any]]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS[name]
+    return function
 
 
 def _has_masks(module: nn.Module) -> bool:

@@ -14,24 +14,23 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from ragkv.attention.batch import KVComplete, Step
 from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import PromptTooLongError
 from ragkv.model.attention_hook import (
-    NAME,
     AttentionBackend,
     LatentAttention,
     LayerMask,
     adapt,
+    attend_by_ragkv,
     attention_backend,
     latents_of,
     read_whole,
@@ -44,6 +43,9 @@ from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
 from ragkv.util import batches
 from ragkv.util.plugins import kernel_module
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +179,7 @@ class LanguageModel:
         self._hold(model, tokenizer, checkpoint)
         refuse_by_name(checkpoint.name, self.config)
         adapt(self._model)
-        self._model.set_attn_implementation(NAME)
+        attend_by_ragkv(self._model)
         self._latents = latents_of(model)
         self.shared: Mapping[int, int] = {}
         """Layers that reuse another layer's keys and values (Gemma 3n) -> that layer; found by the self-check on load.
@@ -354,7 +356,7 @@ class LanguageModel:
     ) -> Tensor:
         """The fp32 logits of the tokens `keep` of a pass that attends `by` a step; the step is not committed."""
         logits = torch.empty((0, 0))
-        cache = _PackedCache()
+        cache = _packed_cache()()
         by = LatentAttention(by, self._latents, cache) if self._latents else by
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
@@ -402,6 +404,8 @@ class LanguageModel:
 
     def cache(self, kv: ChunkKV | None) -> DynamicCache:
         """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
+        from transformers import DynamicCache
+
         cache = DynamicCache()
         for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True) if kv is not None else ()):
             if not key.shape[0]:  # the layer reads another layer's keys
@@ -426,7 +430,7 @@ class LanguageModel:
             logits: Tensor = self._model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=_PackedCache(),
+                past_key_values=_packed_cache()(),
                 use_cache=False,
                 logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # given a number, Gemma 4 slices its masks
             ).logits.float()
@@ -447,23 +451,29 @@ class LanguageModel:
         return other
 
 
-class _PackedCache(DynamicCache):  # type: ignore[misc]
-    """An empty cache: sequences keep their own KV.
+@lru_cache(maxsize=1)
+def _packed_cache() -> type[Any]:
+    from transformers import DynamicCache
 
-    Without a cache, transformers would treat restarting positions as a packed training sample: it would synchronise
-    with the device to check, and mask accordingly.
-    """
+    class PackedCache(DynamicCache):  # type: ignore[misc]
+        """An empty cache: sequences keep their own KV.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: tuple[int, Tensor, Tensor] | None = None
-        """The last update: the layer, and the keys and values of its new tokens."""
+        Without a cache, transformers would treat restarting positions as a packed training sample: it would synchronise
+        with the device to check, and mask accordingly.
+        """
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.given = (layer_idx, key_states, value_states)
-        return key_states, value_states
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: tuple[int, Tensor, Tensor] | None = None
+            """The last update: the layer, and the keys and values of its new tokens."""
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
+            self.given = (layer_idx, key_states, value_states)
+            return key_states, value_states
+
+    return PackedCache
 
 
 def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -35,18 +36,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 import xxhash
 from safetensors import SafetensorError, safe_open
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
 from ragkv.model.checkpoint import ADAPTER, Checkpoint, Quantised, shares
@@ -237,6 +229,8 @@ def merge_adapter(model: Any, folder: Path) -> None:
 
 def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:
     """As `open_checkpoint`; a GGUF file is unpacked."""
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
     name, place = checkpoint.name, checkpoint.location
     options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
     if checkpoint.file is not None:
@@ -293,8 +287,11 @@ def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[tor
         packed.require(name)
         if packed.method != "gguf":
             config.quantization_config = {**config.quantization_config, **packed.settings}
-        elif hasattr(transformers, "GgufConfig"):  # its default is to unpack them only where it finds no kernel
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        else:
+            import transformers
+
+            if hasattr(transformers, "GgufConfig"):  # its default is to unpack them only where it finds no kernel
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if len(devices) == 1:
         return options if packed is None else {**options, "device_map": {"": devices[0]}}
     if find_spec("accelerate") is None:
@@ -308,6 +305,8 @@ def _maker(config: Any) -> Any:
     """transformers' class for the checkpoint; for a model that takes images and writes text, the class of the whole
     model.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     sees, writes = (type(config) in kind._model_mapping for kind in (AutoModelForImageTextToText, AutoModelForCausalLM))
     return AutoModelForImageTextToText if sees and not writes else AutoModelForCausalLM
 
@@ -374,6 +373,8 @@ def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]
 
     Embedders and rerankers, which use transformers through FlagEmbedding, need it too. `bars` shows download progress.
     """
+    from transformers.utils import logging as transformers_logging
+
     global _loaded, _lost_threads
     if _lost_threads:
         logger.warning(
@@ -540,7 +541,7 @@ class _UnpackedCopy:
         except RuntimeError as error:
             _warn(checkpoint.name, str(error))
             return None
-        made_by = f"{_LAYOUT}-{transformers.__version__}"
+        made_by = f"{_LAYOUT}-{version('transformers')}"
         return cls(base / f"{checkpoint.digest(None)[:32]}-{dtype}-{made_by}", checkpoint.name)
 
     def is_whole(self) -> bool:

@@ -24,13 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, State
 from ragkv.attention.sequence import KVCache, TokenSequence
@@ -397,6 +390,8 @@ class StatefulModel(LanguageModel):
 
     def _learn(self) -> None:
         """Find out how the model takes its cache, and the cache's layout."""
+        from transformers import DynamicCache
+
         known = inspect.signature(self._model.forward).parameters
         name = next((name for name in _CACHES if name in known), None)
         if name is None:
@@ -588,10 +583,13 @@ class StatefulModel(LanguageModel):
         """
         if self._of_its_own:
             return None
-        cache = DynamicCache(config=self._model.config)
+        from transformers import cache_utils as kinds
+
+        cache = kinds.DynamicCache(config=self._model.config)
         for index, layer in enumerate(cache.layers):
-            if type(layer) is DynamicSlidingWindowLayer:
-                cache.layers[index] = DynamicLayer()
-            elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-                cache.layers[index] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+            if type(layer) is kinds.DynamicSlidingWindowLayer:
+                cache.layers[index] = kinds.DynamicLayer()
+            elif type(layer) is kinds.LinearAttentionAndSlidingWindowAttentionLayer:
+                states = layer.number_of_states
+                cache.layers[index] = kinds.LinearAttentionAndFullAttentionLayer(number_of_states=states)
         return cache
