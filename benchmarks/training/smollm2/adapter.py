@@ -10,7 +10,8 @@ python -m ragkv.benchmarks.training.smollm2.adapter bundle build/smollm2/tuned  
 
 The data are `train.jsonl` and `heldout.jsonl`, lines of several questions about the same passages (docs/finetune.md).
 The questions come from three places: `written.jsonl` (written after reading a passage of these packages),
-`documents.jsonl` (short documents that were written for this, with their questions) and `worlds.py` (generated ones).
+`documents.jsonl` (short documents that were written for this, with their questions; `paraphrases.jsonl` has the same
+questions in other words, and more questions with longer answers) and `worlds.py` (generated ones).
 None of these documents is among those of `benchmarks/training/debian` or `examples/documents`.
 """
 
@@ -36,7 +37,7 @@ from ragkv.model.checkpoint import ADAPTER
 HERE = Path(__file__).parent
 UNKNOWN = "The documents do not say."
 MOST = 700
-"""The approximate tokens of a row's passages, at four characters each."""
+"""Characters of passages per row: two to four times as many."""
 HELDOUT = 12
 """One passage or document in this many is held out."""
 SHARE = Path("usr/share")
@@ -56,6 +57,9 @@ _HTML = (
     ("doc/postgresql-doc-15/html", "postgresql", "*.html"),
     ("doc/debian-policy", "debian-policy", "**/*.html"),
 )
+LONG_ANSWER = 100
+"""An answer of more characters may say more than its key: its numbers and names must all be in the chunk."""
+_NAMES = re.compile(r"\d[\d.,:]*(?<![.,:])|(?<=[a-z,] )[A-Z]\w+")
 _SPACE = re.compile(r"\s+")
 _ADAPTER_SETTINGS = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "target_modules")
 CHUNKS = 4
@@ -63,11 +67,20 @@ CHUNKS = 4
 
 
 class Asked(NamedTuple):
-    """A question; `key` is the text that its passage and its answer share, empty if nothing answers it."""
+    """A question; `key` is the text that its passage and its answer share, empty if nothing answers it. `paraphrases`
+    ask the same with other words than those of the passage.
+    """
 
     question: str
     answer: str
     key: str
+    paraphrases: tuple[str, ...] = ()
+
+    def wordings(self, rng: random.Random, count: int) -> list[str]:
+        """`count` ways to ask, the first four times of ten as it is written, the others paraphrased, if there are."""
+        ways = rng.sample(self.paraphrases, len(self.paraphrases))
+        ways.insert(0 if rng.random() < 0.4 else min(count, len(ways)), self.question)
+        return ways[:count]
 
 
 class PassageSource(NamedTuple):
@@ -164,8 +177,11 @@ def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]
     chunks = cut(rng, title, text)
     answered: list[list[Asked]] = [[] for _ in chunks]
     for question in questions:
+        names = _NAMES.findall(question.answer) if len(question.answer) > LONG_ANSWER else []
         holding = [
-            number for number, chunk in enumerate(chunks) if question.key and question.key.lower() in chunk.lower()
+            number
+            for number, chunk in enumerate(chunks)
+            if question.key and question.key.lower() in chunk.lower() and all(name in chunk for name in names)
         ]
         if len(holding) == 1:
             answered[holding[0]].append(question)
@@ -177,10 +193,23 @@ def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]
 
 def documents(rng: random.Random) -> Iterator[PassageSource]:
     """The short documents that were written for this."""
+    paraphrases: dict[tuple[str, str], list[str]] = {}
+    longer: dict[str, list[Asked]] = {}
+    more = HERE / "paraphrases.jsonl"
+    for line in more.read_text(encoding="utf-8").splitlines() if more.exists() else ():
+        record = json.loads(line)
+        name = record["title"], record["question"]
+        if "answer" in record:
+            longer.setdefault(record["title"], []).append(Asked(name[1], record["answer"], record["key"]))
+        paraphrases.setdefault(name, []).extend(record.get("paraphrases", ()))
     for line in (HERE / "documents.jsonl").read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
-        questions = [Asked(one["question"], one["answer"], one["key"]) for one in found["questions"]]
-        yield placed(rng, found["title"], found["text"], questions)
+        record = json.loads(line)
+        questions = [Asked(one["question"], one["answer"], one["key"]) for one in record["questions"]]
+        questions = [
+            one._replace(paraphrases=tuple(paraphrases.get((record["title"], one.question), ())))
+            for one in (*questions, *longer.get(record["title"], ()))
+        ]
+        yield placed(rng, record["title"], record["text"], questions)
 
 
 def worlds(rng: random.Random, count: int) -> Iterator[PassageSource]:
@@ -190,24 +219,30 @@ def worlds(rng: random.Random, count: int) -> Iterator[PassageSource]:
 
 
 def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each source: some of its passages among others of the same kind, with up to ten questions.
+    """A row for each source: a few of its passages among others of the same kind, with up to twelve questions.
 
-    In three of ten rows one of these passages is missing, and up to three questions ask what it answers.
+    In a quarter of the rows one of these passages is missing, and up to three questions ask what it answers.
     """
+    off_topic = [question for source in sources for _, some in source.passages for question in some]
     for source in sources:
         held = [(text, some) for text, some in source.passages if some]
         rng.shuffle(held)
-        held = held[: rng.choice((1, 2, 2, 3, 4))]
-        lost = held.pop()[1] if len(held) > 1 and rng.random() < 0.3 else ()
+        held = held[: rng.choice((1, 2, 2, 3))]
+        lost = held.pop()[1] if len(held) > 1 and rng.random() < 0.25 else ()
         texts = [text for text, _ in held]
         asked = [question for _, some in held for question in some]
-        asked = rng.sample(asked, min(len(asked), rng.randint(6, 9)))
-        open_ = [*rng.sample(lost, min(len(lost), 3)), *rng.sample(source.unanswered, min(len(source.unanswered), 1))]
+        asked = rng.sample(asked, min(len(asked), 8))
+        open_ = rng.sample(lost, min(len(lost), 3))
+        open_ += rng.sample(source.unanswered, min(len(source.unanswered), rng.choice((1, 1, 2))))
+        if rng.random() < 0.3:
+            stranger = rng.choice(off_topic)
+            if not any(stranger.key.lower() in text.lower() for text, _ in source.passages):
+                open_.append(stranger)
         keys = [question.key.lower() for question in (*asked, *open_) if question.key]
         # passages of the same document are the hardest distractors
         near = [text for text, _ in source.passages if text not in texts]
-        near = rng.sample(near, min(len(near), rng.choice((0, 1, 3))))
-        count, room = rng.choice((1, 2, 3, 4, 5, 6, 8)), rng.choice((1, 2, 3, 4, 5)) * MOST
+        near = rng.sample(near, min(len(near), rng.choice((0, 1, 2))))
+        count, room = rng.choice((1, 2, 2, 3, 3, 4)), rng.choice((2, 2, 3, 4)) * MOST
         for text in (*near, *rng.sample(others, 12)):
             holds = any(key in text.lower() for key in keys)
             if not holds and text not in texts and sum(map(len, texts)) + len(text) <= room and len(texts) < count:
@@ -215,10 +250,11 @@ def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[
         if not asked:
             continue
         rng.shuffle(texts)
-        questions = [{"prompt": question.question, "response": question.answer} for question in asked]
-        questions += [{"prompt": question.question, "response": UNKNOWN} for question in open_]
-        rng.shuffle(questions)
-        yield {"questions": questions, "blocks": texts}
+        answered = [(way, question.answer) for question in asked for way in question.wordings(rng, 2)]
+        answered = rng.sample(answered, min(len(answered), 12))
+        pairs = [*answered, *((way, UNKNOWN) for question in open_ for way in question.wordings(rng, 1))]
+        rng.shuffle(pairs)
+        yield {"questions": [{"prompt": ask, "response": answer} for ask, answer in pairs], "blocks": texts}
 
 
 def joined(rng: random.Random, sources: Sequence[PassageSource]) -> list[PassageSource]:
@@ -237,7 +273,7 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     """Write both files. Each round asks about all passages again, beside others, and about new generated documents."""
     rng = random.Random(0)
     passages = passages_of(unpacked)
-    real, own, invented = list(written(passages)), list(documents(rng)), list(worlds(rng, 300 * rounds))
+    real, own, invented = list(written(passages)), list(documents(rng)), list(worlds(rng, 500 * rounds))
     kinds = sorted({name.partition("/")[0] for name in passages})
     # held-out passages are never seen in training, not even as distractors
     unseen = {text for source in real[::HELDOUT] for text, _ in source.passages}
@@ -245,7 +281,7 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     prose = [rng.choice(texts) for texts in by_kind * 150 * rounds]
     train: list[dict[str, Any]] = []
     heldout: list[dict[str, Any]] = []
-    for sources, times in ((real, 3 * rounds), (own, 5 * rounds), (invented, 1)):
+    for sources, times in ((real, 3 * rounds), (own, 3 * rounds), (invented, 1)):
         for _ in range(times):
             cut_anew = list(documents(rng)) if sources is own else sources
             learned = [source for number, source in enumerate(cut_anew) if number % HELDOUT]

@@ -16,6 +16,7 @@ by chance.  The domains are in `worlds.txt`, in a small notation, and lists of w
     + text                      continues the line before
     >  ?  =                     statements, questions and answers; ?2 and =2 ask for {w} instead of {v};
                                 "? ^" repeats the questions of the fact before
+    ?p  ?2p                     the same questions in other words than those of the statements
 
 {S} is the full name, {s} the same without its article, {T} whatever fits best (name, noun or pronoun),
 {T's} its possessive, and "a(n)" becomes a or an.  Alternatives are parted by " | ".
@@ -281,9 +282,9 @@ def parse(text: str) -> list[Domain]:
         elif mark == "#" and fact:
             fact.label, _, fact.cell = (part.strip() for part in rest.partition(":"))
             fact.cell = fact.cell or "{v}"
-        elif mark in (">", "?", "=", "?2", "=2") and fact:
+        elif mark in (">", "?", "=", "?2", "=2", "?p", "?2p") and fact:
             if parts[0] == "^" and before:
-                parts = before.lines[mark] + parts[1:]
+                parts = before.lines.get(mark, []) + parts[1:]
             if mark == ">":
                 parts = [subject(part) for part in parts]
             fact.lines.setdefault(mark, []).extend(parts)
@@ -356,15 +357,24 @@ def ask(template: str, about: Thing, r: random.Random, value: str = "", second: 
     return text
 
 
-def answerable(about: Thing, name: str, text: str, r: random.Random) -> tuple[str, str, str]:
+def asked_as(fact: DomainFact, mark: str, r: random.Random, *, named: bool = False) -> list[str]:
+    """A fact's questions, six times of ten those in other words than the statements', if there are any.
+
+    `named`: only those that say which thing they ask about.
+    """
+    other_words = [w for w in fact.lines.get(f"{mark}p", []) if not named or re.search(r"{[SsT]", w)]
+    return other_words if other_words and r.random() < 0.6 else fact.lines[mark]
+
+
+def answerable(about: Thing, name: str, text: str, r: random.Random, *, named: bool) -> tuple[str, str, str]:
     """A question about a stated fact, its answer and the key that the answer must hold."""
     fact, value, second = about.drawn[name]
     marks, key = ("?", "="), value
     if "?2" in fact.lines and second and second in text and r.random() < 0.45:
         marks, key = ("?2", "=2"), second
-    wordings = [w for w in fact.lines[marks[0]] if "{w}" not in w or second in text]
-    wordings = wordings or fact.lines[marks[0]]
-    if marks[0] == "?" and fact.label and not fact.label.endswith("?") and r.random() < 0.12:
+    wordings = asked_as(fact, marks[0], r, named=named)
+    wordings = [w for w in wordings if "{w}" not in w or second in text] or wordings
+    if marks[0] == "?" and fact.label and not fact.label.endswith("?") and r.random() < 0.06:
         wordings = ["{s} " + fact.label.lower(), fact.label.lower() + " {s}"]
     question = ask(r.choice(wordings), about, r, value, second)
     slots = dict(about.slots, v=value, w=second)
@@ -477,9 +487,9 @@ def document(domain: Domain, r: random.Random) -> GeneratedDocument:
     mine = [pair for pair in written if pair[0] is main]
     others = [pair for pair in written if pair[0] is not main][:2]
     asked = others + mine
-    goal, questions = r.randint(5, 8), list[tuple[str, str, str]]()
+    goal, questions = r.randint(9, 14), list[tuple[str, str, str]]()
     for subject, name in asked + asked * 4:  # again from the start where there are few facts
-        question = answerable(subject, name, text, r)
+        question = answerable(subject, name, text, r, named=subject is not main)
         if question[2] in text and question[0] not in [known for known, _, _ in questions]:
             questions.append(question)
         if len(questions) == goal:
@@ -492,10 +502,10 @@ def document(domain: Domain, r: random.Random) -> GeneratedDocument:
             wish = ask(r.choice(domain.lines["!"]), main, r)
         elif draw < 0.65:
             fact, value, second = main.drawn[r.choice(unstated)]
-            wish = ask(r.choice(fact.lines["?"]), main, r, value, second)
+            wish = ask(r.choice(asked_as(fact, "?", r)), main, r, value, second)
         else:
             fact, value, second = stranger.drawn[r.choice(stated)]
-            wish = ask(r.choice(fact.lines["?"]), stranger, r, value, second)
+            wish = ask(r.choice(asked_as(fact, "?", r, named=True)), stranger, r, value, second)
         if wish not in wanting:
             wanting.append(wish)
     return GeneratedDocument(title, text, (*questions, *((question, UNKNOWN, "") for question in wanting)))
