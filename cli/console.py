@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import typer
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -154,6 +155,15 @@ def note(message: object) -> None:
     stderr.print(Text(one_line(str(message))), style="dim")
 
 
+def note_quote(text: str) -> None:
+    """Print a passage on stderr, indented; a terminal's width wraps it."""
+    quote = Text(one_line(text))
+    if stderr.is_terminal:
+        stderr.print(Padding(quote, (0, 0, 0, 4), expand=False), style="dim", soft_wrap=False)
+    else:
+        note(f"    {quote}")
+
+
 def note_text(body: str) -> None:
     """Print several lines on stderr: not part of the result."""
     stderr.print(Text(visible(body)), style="dim")
@@ -211,12 +221,6 @@ def share(value: float | None, interval: Sequence[float] | None = None) -> str:
 def between(shown: str, interval: Sequence[float] | None) -> str:
     """A figure with its interval, which is given as shares and shown in per cent or points."""
     return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
-
-
-def beginning(text: str, width: int) -> str:
-    """The first words of a text on one line, cut off at `width` characters."""
-    words = " ".join(text.split())
-    return words if len(words) <= width else words[: width - 1] + "…"
 
 
 def _json(value: Any, *, indent: int | None) -> None:

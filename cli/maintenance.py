@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ragkv.cli.console import (
-    beginning,
     confirm,
     count,
     draw,
@@ -50,6 +49,7 @@ from ragkv.cli.question_files import questions_of_log
 from ragkv.errors import UsageError
 from ragkv.index.quality import kept_quality, outdated, unread_quality
 from ragkv.types import Chunk
+from ragkv.util.display import beginning
 
 if TYPE_CHECKING:
     from ragkv.index.maintenance import WarmReport

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from ragkv.cli.console import (
-    beginning,
     count,
     echo,
     echo_delta,
     echo_text,
     fail,
     note,
+    note_quote,
     note_text,
     print_json,
     print_json_line,
@@ -63,6 +63,7 @@ from ragkv.errors import IngestError, KVMismatchError, RagkvError, UsageError
 from ragkv.question import question_options
 from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
+from ragkv.util.display import beginning
 from ragkv.util.options import at_door
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ def show_sources(answer: Answer, index: Path | str) -> None:
         raw = ", ".join(f"{name} {score:.2f}" for name, score in stages.items() if name not in ("relative", "rrf"))
         scored = f"score {source.score:.3f}: {raw}" if raw else "as given"
         note(f"[{rank}] {source.document}{place} ({scored}{won})")
-        note(f"    {beginning(source.text, 72)}")
+        note_quote(source.snippet)
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
     loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.config import History, IndexConfig, RuntimeConfig
 from ragkv.errors import IngestError, UsageError
-from ragkv.index.answer import AnswerStream, IndexBackend, validate_task
+from ragkv.index.answer import AnswerStream, IndexBackend, sources_of, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import create_index, open_index
@@ -39,7 +39,7 @@ from ragkv.store import (
     Store,
     StoredDocument,
 )
-from ragkv.types import Answer, Chunk, KVUse, ScoredChunk
+from ragkv.types import Answer, Chunk, KVUse, ScoredChunk, Source
 from ragkv.util.display import one_line
 
 if TYPE_CHECKING:
@@ -344,6 +344,10 @@ class RagKV:
         RetrievalError if the index lacks something that the mode needs.
         """
         return self._finder.find(Question.of(question, **options))
+
+    def sources(self, question: str, chunks: Sequence[ScoredChunk], *, answer: str = "") -> tuple[Source, ...]:
+        """The chunks of `retrieve` as sources: each with its best sentences for the question, or for the answer."""
+        return sources_of(chunks, question, self._finder.word_weights, answer=answer)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, tokenised as in the prompt. The index's KV serves it if a stored chunk has the same

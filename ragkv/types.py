@@ -132,6 +132,11 @@ class Source:
         default_factory=dict
     )
     tokens_won: Annotated[int | None, "For PCED, how many tokens the chunk's expert chose."] = None
+    snippet: Annotated[str, "The best sentences for question and answer, as one line of plain text."] = ""
+    highlights: Annotated[
+        tuple[tuple[int, int], ...],
+        "Where they are in `text`: [start, end] in characters (code points); empty if no word matches.",
+    ] = ()
 
     @property
     def title(self) -> str:
@@ -228,7 +233,10 @@ class Answer:
             text=result["answer"],
             engine=result["engine"],
             finish_reason=result["finish_reason"],
-            sources=tuple(Source(**each) for each in result["sources"]),
+            sources=tuple(
+                Source(**each | {"highlights": tuple(map(tuple, each.get("highlights", ())))})
+                for each in result["sources"]
+            ),
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],

@@ -160,11 +160,21 @@ class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
             lengths=np.concatenate([data.lengths[kept] for data, kept in parts]),
         )
 
-    def _query(self, query: str, segments: Sequence[IndexSegment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
+    def _current(self, segments: Sequence[IndexSegment[_Words]]) -> _Scores:
         scores = self._scores
         if scores.segments is not segments:  # the index has changed since the last question
             scores = self._scores = _Scores(segments)
+        return scores
+
+    def _query(self, query: str, segments: Sequence[IndexSegment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
+        scores = self._current(segments)
         return [found for key in term_hashes(tokenise(query)) if (found := scores.of(key))] or None
+
+    def rarity(self, words: Sequence[str]) -> dict[str, float]:
+        """The inverse document frequency of those of these words of `tokenise` that a chunk has."""
+        scores = self._current(self.segments)
+        counts = [(word, scores.places(key)[1]) for word, key in zip(words, term_hashes(words), strict=True)]
+        return {word: inverse_frequency(count, scores.chunks) for word, count in counts if count}
 
     def _search(
         self,
@@ -198,6 +208,11 @@ class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
         return _Words(postings=postings, lengths=lengths)
 
 
+def inverse_frequency(count: int, total: int) -> float:
+    """BM25's weight of a word that `count` of `total` texts have."""
+    return math.log(1 + (total - count + 0.5) / (count + 0.5))
+
+
 def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _Weights]]) -> NDArray[np.float32]:
     """(few,): the scores of these rows of the segment called `name`, summed in the same order as for all rows."""
     scores = np.zeros(len(few), dtype=np.float32)
@@ -221,9 +236,9 @@ class _Scores:
         self._lock = threading.Lock()
         self._known: dict[bytes, dict[str, _Weights]] = {}
         self._size = 0
-        self._chunks = sum(segment.living for segment in segments)
+        self.chunks = sum(segment.living for segment in segments)
         words = sum(int(segment.data.lengths.sum(where=~segment.hidden, dtype=np.uint64)) for segment in segments)
-        mean = words / self._chunks if words else 1.0
+        mean = words / self.chunks if words else 1.0
         # the same operations as bm25s', in the same order: k1 * ((1 - b) + b * length / mean)
         self._norms = [_K1 * ((1 - _B) + _B * segment.data.lengths / mean) for segment in segments]
 
@@ -239,7 +254,7 @@ class _Scores:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
             return weights
 
-    def _places(self, key: bytes) -> tuple[list[slice], int]:
+    def places(self, key: bytes) -> tuple[list[slice], int]:
         """The places of the word in each segment, and the number of visible chunks that have it."""
         asked = np.array([key], dtype="S16")
         places, count = [], 0
@@ -253,10 +268,10 @@ class _Scores:
         return places, count
 
     def _weights(self, key: bytes) -> dict[str, _Weights]:
-        places, count = self._places(key)
+        places, count = self.places(key)
         if not count:
             return {}
-        rarity = np.float64(np.float32(math.log(1 + (self._chunks - count + 0.5) / (count + 0.5))))
+        rarity = np.float64(np.float32(inverse_frequency(count, self.chunks)))
         weights = {}
         for segment, norm, at in zip(self.segments, self._norms, places, strict=True):
             if at.stop > at.start:

@@ -22,6 +22,7 @@ from ragkv.index.conversation import WrittenQueries, first_line
 from ragkv.index.index import Index
 from ragkv.index.kv_source import After, KVSource, Prefetch, Reads
 from ragkv.index.search import Finder
+from ragkv.index.snippets import WordWeights, snippets
 from ragkv.question import Question
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken, field_sources
 from ragkv.util.telemetry import Span, span
@@ -123,6 +124,9 @@ class AnswerBackend(Protocol):
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         """The chunks for a question; NothingFoundError if there are none."""
 
+    def word_weights(self, words: Sequence[str]) -> Mapping[str, float]:
+        """The rarity of words, for snippets (`WordWeights`)."""
+
     def plan(self, engine: Engine, scored: Sequence[ScoredChunk]) -> Reads:
         """What the engine reads for a question with these chunks."""
 
@@ -147,6 +151,7 @@ class IndexBackend:
         self._finder = finder
         self._kv_source = kv_source
         self.plan, self.prefetch = kv_source.plan, kv_source.prefetch
+        self.word_weights = finder.word_weights
 
     @property
     def runtime(self) -> Runtime:
@@ -275,12 +280,17 @@ class AnswerStream:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The answer's chunks, best first, with the tokens that each has won so far; empty until all are found."""
+        """The answer's chunks, best first, with the tokens that each has won and the snippets for the answer so far;
+        empty until all are found.
+        """
         if not self._found:
             return ()
-        counts = self._task.engine.counts_winners
-        sources = [source_of(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
-        return tuple(reversed(sources))
+        query, counts = self._task.query, self._task.engine.counts_winners
+        sources = sources_of(
+            self._scored[::-1], query.search_for or query.question, self._backend.word_weights, answer=self._text
+        )
+        won = [self._won[at] if counts else None for at in range(len(sources))][::-1]
+        return tuple(replace(source, tokens_won=tokens) for source, tokens in zip(sources, won, strict=True))
 
     @property
     def warning(self) -> str | None:
@@ -590,19 +600,26 @@ def _chunk_id(scored: ScoredChunk) -> str:
     return scored.chunk.chunk_id
 
 
-def source_of(scored: ScoredChunk, won: int | None = None) -> Source:
-    """A retrieved chunk as a source of an answer; `won` is how many tokens its expert chose."""
-    return Source(
-        document=scored.source,
-        chunk_id=scored.chunk.chunk_id,
-        text=scored.chunk.text,
-        page=scored.chunk.page,
-        heading=scored.chunk.heading,
-        score=scored.score,
-        retrieval_score=scored.retrieval_score,
-        rerank_score=scored.rerank_score,
-        stages=scored.stages,
-        tokens_won=won,
+def sources_of(
+    chunks: Sequence[ScoredChunk], question: str, weights: WordWeights, *, answer: str = ""
+) -> tuple[Source, ...]:
+    """Retrieved chunks as sources, with snippets for the question and, if there is one, the answer."""
+    shown = snippets([scored.chunk.text for scored in chunks], question, answer, weights)
+    return tuple(
+        Source(
+            document=scored.source,
+            chunk_id=scored.chunk.chunk_id,
+            text=scored.chunk.text,
+            page=scored.chunk.page,
+            heading=scored.chunk.heading,
+            score=scored.score,
+            retrieval_score=scored.retrieval_score,
+            rerank_score=scored.rerank_score,
+            stages=scored.stages,
+            snippet=snippet.text,
+            highlights=snippet.highlights,
+        )
+        for scored, snippet in zip(chunks, shown, strict=True)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,9 @@ class Contexts:
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.query.chunks is None else list(task.query.chunks)
+
+    def word_weights(self, words: Sequence[str]) -> Mapping[str, float]:
+        return {}
 
     def plan(self, engine: Engine, scored: Sequence[ScoredChunk]) -> Reads:
         return Reads(scored=scored)  # nothing to lease: the common KV is held anyway

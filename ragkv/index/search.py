@@ -786,6 +786,14 @@ class Finder:
         # another process may have changed or deleted some
         return meeting(list(filter(None, map(self._store.document, ids))), where)
 
+    def word_weights(self, words: Sequence[str]) -> Mapping[str, float]:
+        """The rarity of words by the BM25 index (`ragkv.index.snippets`); empty if there is none to use."""
+        with suppress(RetrievalError, StoreError):
+            if os.path.lexists(self._index.derived / "bm25"):
+                weights: dict[str, float] = self._current("bm25").rarity(words)
+                return weights
+        return {}
+
     def catch_up(self, *, build: bool = True, notify: Callable[[str, int, int], None] | None = None) -> None:
         """Update the existing retrieval indexes, so that no question has to.
 

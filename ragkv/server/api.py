@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice
 from math import log
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -27,8 +27,9 @@ from starlette.responses import Response, StreamingResponse
 
 from ragkv.config import History
 from ragkv.errors import NothingFoundError, StoreBusyError, StoreFullError
-from ragkv.index.answer import AnswerStream, source_of
+from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
+from ragkv.index.snippets import is_refusal, refuses, sentences
 from ragkv.ingest import ParseLimits
 from ragkv.pipeline import RagKV
 from ragkv.retrievers.bm25 import tokenise
@@ -284,8 +285,8 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
     return stream, question_warnings(rag, stream) if body.warnings else []
 
 
-def _searched(rag: RagKV, body: SearchRequest) -> list[Source]:
-    return [source_of(scored) for scored in rag.retrieve(body.question, **body.arguments())]
+def _searched(rag: RagKV, body: SearchRequest) -> tuple[Source, ...]:
+    return rag.sources(body.question, rag.retrieve(body.question, **body.arguments()))
 
 
 def _document(rag: RagKV, document_id: str) -> Json:
@@ -494,27 +495,6 @@ _MAX_CITED_CHARS = 20_000  # characters of an answer; a longer one is not cited
 _MAX_SENTENCES = 500
 _MAX_READ = 32, 200_000  # sources, and their characters; later ones are ignored
 
-_FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})")
-_MARKER = re.compile(r"\s*(?:(?:[-*+>]|\d{1,9}[.)]|\|)\s+)*")
-_TITLE = re.compile(r"\s{0,3}#{1,6}\s")
-_RULE = re.compile(r"\|?(?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?\s*)?$")
-_NOT_BLANK = re.compile(r"\S")
-_STOP = re.compile(r"(?<![.…])[.!?](?![.!?…])[\"'”’»)\]*_`]*(?=\s)|[。！？]+[」』”’]*")
-_REFUSAL = re.compile(
-    r"\b(?:documents?|sources?|context|passages?|texts?|information)\b[^.!?\n]{0,40}?\b(?:do(?:es)?|did) ?n[o'’]t"
-    r" (?:say|tell|mention|contain|provide|state|specify|include|answer)\b"
-    r"|\b(?:not|never) (?:said|told|mentioned|contained|provided|stated|specified|included|given|found|answered)"
-    r" (?:in|by) (?:the|any of the|these) (?:documents?|sources?|context|passages?|texts?)\b"
-    r"|\bI (?:do not|don['’]t) know\b",
-    re.IGNORECASE,
-)
-
-
-def is_refusal(text: str) -> bool:
-    """Whether an answer only states that the documents do not contain it (English only)."""
-    spans = list(_sentences(text))
-    return bool(spans) and all(_REFUSAL.search(text, start, end) for start, end in spans)
-
 
 def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     """The sentences of an answer whose words its sources contain.
@@ -526,8 +506,8 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     if len(answer.text) > _MAX_CITED_CHARS or not answer.sources:
         return citations
     weights = _WordWeights(question, [source.text for source in answer.sources])
-    for start, end in islice(_sentences(answer.text), _MAX_SENTENCES):
-        if _REFUSAL.search(answer.text, start, end):
+    for start, end, *_ in islice(sentences(answer.text), _MAX_SENTENCES):
+        if refuses(answer.text[start:end]):
             continue
         if not (places := weights.sources(answer.text[start:end])):
             continue
@@ -535,26 +515,6 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
             start = citations.pop().start
         citations.append(AnswerCitation(start=start, end=end, sources=places))
     return citations
-
-
-def _sentences(text: str) -> Iterator[tuple[int, int]]:
-    """The sentences of Markdown, line by line, without list markers, headings, heads of tables, and fenced code."""
-    fence, offset = "", 0
-    for line, below in zip_longest(lines := text.splitlines(keepends=True), lines[1:], fillvalue=""):
-        mark = _FENCE.match(line)
-        if fence:
-            fence = "" if mark and mark[1].startswith(fence) and not line[mark.end() :].strip() else fence
-        elif mark:
-            fence = mark[1]
-        elif not _TITLE.match(line) and not _RULE.match(below.strip()):
-            body = line.rstrip().rstrip("|\\").rstrip()
-            opening = _MARKER.match(body)
-            start = opening.end() if opening else 0
-            for end in (*(stop.end() for stop in _STOP.finditer(body, start)), len(body)):
-                if word := _NOT_BLANK.search(body, start, end):
-                    yield offset + word.start(), offset + end
-                    start = end
-        offset += len(line)
 
 
 class _WordWeights:

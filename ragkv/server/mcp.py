@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field
 
 import ragkv
 from ragkv.errors import RagkvError
-from ragkv.index.answer import source_of
 from ragkv.index.search import chunk_named
 from ragkv.pipeline import RagKV
 from ragkv.question import question_arguments, question_options
@@ -36,7 +35,7 @@ Conditions = Annotated[
 ]
 
 
-@fields_of(Source, "chunk_id", "document", "text", "page", "heading", "score")
+@fields_of(Source, "chunk_id", "document", "text", "page", "heading", "score", "snippet", "highlights")
 class FoundPassage(BaseModel):
     """A chunk of a document, and how relevant it is (from 0 to 1)."""
 
@@ -91,10 +90,11 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
     @_with_options("mcp", "search")
     async def search(question: str, **options: Any) -> FoundPassages:
         """Find the passages of the documents that say most about a question or some words, best first."""
-        found = await served(lambda client: client.search({"question": question, **options}))
-        if found is None:
-            found = [source_of(each).to_json() for each in await asyncio.to_thread(rag.retrieve, question, **options)]
-        return FoundPassages(passages=[_passage(each) for each in found])
+        sources = await served(lambda client: client.search({"question": question, **options}))
+        if sources is None:
+            chunks = await asyncio.to_thread(rag.retrieve, question, **options)
+            sources = [source.to_json() for source in await asyncio.to_thread(rag.sources, question, chunks)]
+        return FoundPassages(passages=list(map(_passage, sources)))
 
     @tool("ask")
     @_with_options("mcp")

@@ -41,6 +41,12 @@ def json_text(value: Any, *, indent: int | None = None, ascii_only: bool = False
     return _IN_TEXT.sub(lambda found: json.dumps(found[0])[1:-1], text)  # they only occur within strings
 
 
+def beginning(text: str, width: int) -> str:
+    """The first words of a text on one line, cut off at `width` characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= width else words[: width - 1] + "…"
+
+
 def first_sentence(error: BaseException) -> str:
     """The first sentence of a library's error without its full stop, to be quoted in an error of ragkv."""
     if isinstance(error, KeyError):

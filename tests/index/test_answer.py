@@ -1,6 +1,7 @@
 """A running answer: seeds, settings, cancellation, and which attributes can be read when."""
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from indexed import indexed
 from ragkv import Decoding, RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig
 from ragkv.errors import ConfigError, RetrievalError, UsageError
+from ragkv.types import Answer
 
 FACTS = {
     "halden.md": "Halden Works was founded by Mira Oskel in 1907.",
@@ -49,6 +51,22 @@ def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
         **dict.fromkeys(("schema", "regex", "grammar")),
         "thinking": "off",
     }
+
+
+def test_sources_show_the_sentence_of_the_question_and_then_of_the_answer(rag, monkeypatch):
+    question = "What does Bolt Ltd make?"
+    [source, *_] = rag.sources(question, rag.retrieve(question, top_k=1))
+    assert (source.snippet, source.highlights) == (FACTS["bolt.txt"], ((0, 22),))
+    stream = rag.stream("Who is Ann Lee?", top_k=1, max_new_tokens=2)
+    next(iter(stream))
+    [source] = stream.sources
+    assert source.highlights == ((23, 63),)
+    stream.close()
+    monkeypatch.setattr(type(rag._finder), "word_weights", lambda finder, words: dict.fromkeys(words, 0.0))
+    [source] = rag.sources(question, rag.retrieve(question, top_k=1))
+    assert source.highlights == ()
+    answer = rag.query(question, top_k=2, max_new_tokens=2)
+    assert Answer.from_json(json.loads(json.dumps(answer.to_json()))).sources == answer.sources
 
 
 def test_the_index_settles_what_the_request_leaves_open(rag, tmp_path, model_folder):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ragkv.server.api import cited, is_refusal
+from ragkv.index.snippets import is_refusal
+from ragkv.server.api import cited
 from ragkv.types import Answer, KVUse, Source, Timing
 
 KESK = "# Linodyne Paper\n\nLinodyne Paper is a company in the town of Kesk. It employs 360 people and makes Ranatix."

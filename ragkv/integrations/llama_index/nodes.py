@@ -182,7 +182,9 @@ def _heading(metadata: Mapping[str, Any]) -> str | None:
 
 
 RETRIEVAL, RERANK, FUSED, STAGES = "retrieval_score", "rerank_score", "fused_score", "stages"
-SCORES = (RETRIEVAL, RERANK, FUSED, STAGES, "tokens_won")
+OF_ANSWER = ("tokens_won", "snippet", "highlights")
+"""The metadata keys that an answer adds: those of `ragkv.types.Source`."""
+SCORES = (RETRIEVAL, RERANK, FUSED, STAGES, *OF_ANSWER)
 """The metadata keys that belong to one search or answer, not to the chunk."""
 _UNSCORED = 0.5
 """The relevance of a node without a score."""
@@ -214,8 +216,8 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
         end_char_idx=chunk.end,
         metadata=metadata | ours | scores,
         relationships=relationships,
-        excluded_llm_metadata_keys=[*scores],  # other language models should not read the scores
-        excluded_embed_metadata_keys=[*ours, *scores],
+        excluded_llm_metadata_keys=[*SCORES],  # other language models should not read the scores
+        excluded_embed_metadata_keys=[*ours, *SCORES],
     )
     return NodeWithScore(node=node, score=scored.score)
 

@@ -41,6 +41,7 @@ from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.integrations.llama_index.nodes import (
     FUSED,
+    OF_ANSWER,
     RERANK,
     RETRIEVAL,
     chunk_count,
@@ -482,10 +483,10 @@ class _Request:
             self._found_later(answer)
         timing = self.metadata["timing_ms"]  # without retrieval, because the answer was given its chunks
         timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
-        won = {source.chunk_id: source.tokens_won for source in answer.sources}
+        sources = {source.chunk_id: source.to_json() for source in answer.sources}
         for node in self.nodes:
-            if won.get(node.node_id) is not None:
-                node.metadata["tokens_won"] = won[node.node_id]
+            source = sources.get(node.node_id, {})
+            node.metadata.update({key: source[key] for key in OF_ANSWER if source.get(key) is not None})
 
     def _found_later(self, answer: Answer) -> None:
         """Replace the nodes by those of all steps."""

@@ -54,12 +54,12 @@ def test_an_answer_is_the_commands(rag, command, result, questions, engine):
     assert str(response) == wanted["answer"]
     assert result.names() == SEQUENCE
     assert result.events[4].response is response
-    scores = ("retrieval_score", "rerank_score", "tokens_won")
+    scores = ("retrieval_score", "rerank_score", "tokens_won", "snippet", "highlights")
     shown = [
         (n.metadata["document"], n.node_id, n.text, n.metadata.get("page"), n.score, *map(n.metadata.get, scores))
         for n in response.source_nodes
     ]
-    keys = ["document", "chunk_id", "text", "page", "score", "retrieval_score", "rerank_score", "tokens_won"]
+    keys = ["document", "chunk_id", "text", "page", "score", *scores]
     assert shown == [tuple(source[key] for key in keys) for source in wanted["sources"]]
     metadata = response.metadata
     assert {k: metadata[k] for k in ("engine", "finish_reason")} == {k: wanted[k] for k in ("engine", "finish_reason")}
