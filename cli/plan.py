@@ -48,8 +48,8 @@ def plan(
     """Predict the chunks, disk space and hours of an ingest, and whether loading stored KV is faster than a prefill.
 
     The command ingests a few chunks into a temporary folder and asks about them; it writes nothing else. If the machine
-    is busy, or repeats of a measurement differ much, it gives no verdict. Without --model, the plan is for the model of
-    an ingest: the index's, the user file's, else smollm2 or mini.
+    is busy, or repeats of a measurement differ much, it prints sizes and no verdict on speed. Without --model, the plan
+    is for the model of an ingest: the index's, the user file's, else smollm2 or mini.
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
@@ -114,14 +114,16 @@ def _print(plan: Plan) -> None:
     table.add_row(*(_bytes(nbytes) for nbytes in plan.kv_bytes.values()))
     draw(table)
     echo()
+    if plan.no_verdict:
+        reasons = "; ".join(plan.no_verdict)
+        echo(f"No verdict on speed: {reasons}. Run it again on a quiet machine, or with more --seconds.")
+        return
     echo(
         f"Over {plan.context_tokens:,} tokens, {plan.engine} has its first token after "
         f"{plan.first_token_seconds * 1000:,.1f} ms with stored KV; a prefill takes "
         f"{plan.prefill_seconds * 1000:,.1f} ms."
     )
-    if plan.no_verdict:
-        echo(f"No verdict: {'; '.join(plan.no_verdict)}. Run it again on a quiet machine, or with more --seconds.")
-    elif plan.pays:
+    if plan.pays:
         times = plan.prefill_seconds / plan.first_token_seconds
         echo(f"Stored KV pays: {times:,.1f} times as fast, repaid after {count(plan.repaid_after or 0, 'question')}.")
     else:

@@ -54,4 +54,6 @@ def test_text_and_json_say_the_same(ragkv, documents, model_folder, monkeypatch)
     assert sum(shown["seconds"].values()) == pytest.approx(shown["total_seconds"])
     assert "Stored KV " in result.out
     monkeypatch.setattr(plan, "busy", lambda: ["the machine is busy"])
-    assert "No verdict: the machine is busy. Run it again on a quiet machine" in ragkv(*words).out
+    out = ragkv(*words).out
+    assert "No verdict on speed: the machine is busy. Run it again on a quiet machine" in out
+    assert "first token" not in out

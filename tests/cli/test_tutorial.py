@@ -32,8 +32,8 @@ def lines(text: str) -> list[str]:
 
 
 def first_words(plan: str) -> list[str]:
-    """The first words of a plan's lines, without the verdict."""
-    return re.findall(r"^\w+", re.split("No verdict|Stored KV", plan)[0], re.MULTILINE)
+    """The first words of a plan's lines, without those on speed."""
+    return re.findall(r"^\w+", re.split("No verdict|Over ", plan)[0], re.MULTILINE)
 
 
 def blocks(language: str = "") -> list[str]:
