@@ -22,6 +22,7 @@ from ragkv.index.ingestion import run_ingest
 from ragkv.index.kv_source import KVSource
 from ragkv.index.maintenance import IndexMaintenance, delete_document
 from ragkv.index.pack import Pack, write_pack
+from ragkv.index.samples import sample_questions
 from ragkv.index.search import (
     DocumentPage,
     Finder,
@@ -348,6 +349,15 @@ class RagKV:
     def sources(self, question: str, chunks: Sequence[ScoredChunk], *, answer: str = "") -> tuple[Source, ...]:
         """The chunks of `retrieve` as sources: each with its best sentences for the question, or for the answer."""
         return sources_of(chunks, question, self._finder.word_weights, answer=answer)
+
+    def sample_questions(self, count: int = 3) -> list[str]:
+        """Up to `count` questions that the documents answer, to begin with; the same ones each time. No model runs."""
+
+        def find(question: str) -> str | None:
+            found = self.retrieve(question, retrieval="bm25", rerank=False, top_k=1)
+            return found[0].chunk.chunk_id if found else None
+
+        return sample_questions(self.store, find, count)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, tokenised as in the prompt. The index's KV serves it if a stored chunk has the same

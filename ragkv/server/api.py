@@ -163,6 +163,10 @@ class SearchRequest(QuestionOptions):
     question: str
 
 
+class SampleQuestions(BaseModel):
+    questions: list[str]
+
+
 @question_fields()
 class QueryRequest(ConversationOptions):
     """A question. `history`: the turns before it, used according to `history_mode`, with at most `history_tokens` of
@@ -226,6 +230,11 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         finally:
             tracker.leave()
         return Json({"chunks": [{**each.to_json(), "url": url_of(each)} for each in found]})
+
+    @routes.get("/indexes/{name}/samples", response_model=SampleQuestions)
+    def samples(name: str) -> Json:
+        """Questions to begin with, made from the documents; none where nothing suits."""
+        return Json({"questions": served.index(name).sample_questions()})
 
     @routes.get("/indexes/{name}/documents", response_model=DocumentListing)
     def documents(

@@ -29,6 +29,7 @@ ROUTES = [
     "POST /api/indexes/{name}/query",
     "POST /api/indexes/{name}/query/check",
     "POST /api/indexes/{name}/search",
+    "GET /api/indexes/{name}/samples",
     "GET /api/indexes/{name}/documents",
     "POST /api/indexes/{name}/documents",
     "GET /api/indexes/{name}/documents/{document_id}",

@@ -1,9 +1,9 @@
 // One answer while it is written: its text, the experts' colours, its sources and its times.
 
 import { copyButton } from "./copy.js";
-import { el, lasted, plain, titled, counted, sized } from "./dom.js";
-import { inert, isPlain, rendered } from "./markdown.js";
-import { belowHeadings, openChunk } from "./reader.js";
+import { el, icon, lasted, plain, titled, counted, sized } from "./dom.js";
+import { excerpt, inert, isPlain, passageOf, rendered } from "./markdown.js";
+import { openChunk } from "./reader.js";
 import { colourOf, Trace } from "./trace.js";
 
 const STAGES = [
@@ -14,16 +14,17 @@ const STAGES = [
   ["rest", "rest"],
 ];
 
-/** An answer of `index`; what it is told shows at once. */
+/** An answer of `index`; what it is told shows at once. `onAgain` asks its question once more. */
 export class AnswerView {
-  constructor(index, head) {
+  constructor(index, head, onAgain) {
     this.index = index;
+    this.onAgain = onAgain;
     this.sources = [];
-    this.text = el("div", { class: "text", dir: "auto", "aria-busy": "true" });
+    this.text = el("div", { class: "text md", dir: "auto", "aria-busy": "true" });
     this.thought = el("div", { class: "thought quiet", dir: "auto" });
-    this.thinking = el("details", { hidden: true }, el("summary", {}, "Thinking"), this.thought);
+    this.thinking = el("details", { class: "thinking", hidden: true }, el("summary", { class: "quiet" }, "Thinking"), this.thought);
     this.state = el("p", { class: "state quiet" }, "Waiting");
-    this.told = el("div", { class: "told" });
+    this.told = el("div", { class: "told", hidden: true });
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Experts", hidden: true });
     this.list = el("ol", { class: "sources" });
     this.buttons = [];
@@ -32,10 +33,20 @@ export class AnswerView {
     this.trace = null;
     this.last = null;
     this.tools = el("div", { class: "tools" });
-    this.left = el("div", { class: "left" }, this.thinking, this.text, this.tools, this.legend, this.told, this.state);
-    this.rightHead = el("h4", { class: "small-head" }, "Sources");
-    this.right = el("div", { class: "right", hidden: true }, this.rightHead, this.list);
-    this.node = el("div", { class: "answer", role: "group", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
+    this.rightHead = el("summary", {});
+    this.right = el("details", { class: "right", open: true, hidden: true, ontoggle: () => this.showMarks() }, this.rightHead, this.list);
+    this.node = el(
+      "div",
+      { class: "answer", role: "group", "aria-label": head ? `Answer, ${head}` : "Answer" },
+      head ? el("h3", { class: "answer-head" }, head) : null,
+      this.thinking,
+      this.text,
+      this.legend,
+      this.state,
+      this.tools,
+      this.told,
+      this.right,
+    );
   }
 
   /** `query`: one that the model has written. */
@@ -46,11 +57,22 @@ export class AnswerView {
 
   found(sources) {
     this.sources = sources;
-    this.list.replaceChildren(...sources.map((source, place) => this.card(source, place)));
+    this.cards(sources);
     this.right.hidden = !sources.length;
+    this.rightHead.textContent = counted(sources.length, "source");
     this.state.textContent = "Reading";
     this.trace = new Trace(sources.length);
-    this.legend.before(this.trace.node);
+  }
+
+  /** The sources; those of a finished answer have the sentences marked that it stands on. */
+  cards(sources) {
+    this.list.replaceChildren(...sources.map((source, place) => this.card(source, place)));
+    this.showMarks();
+  }
+
+  /** Move each excerpt to its first marked sentence. */
+  showMarks() {
+    for (const text of this.list.querySelectorAll(".source-text")) text.scrollTop = text.querySelector("mark")?.offsetTop ?? 0;
   }
 
   /** A piece of what the model thinks before it answers, which is folded. */
@@ -96,7 +118,7 @@ export class AnswerView {
     const blank = turn ? text.match(/^\s*/)[0] : "";
     if (seen) this.last = place;
     const name = `${place + 1}: ${titled(this.sources[place])}`;
-    const kind = `token ${colourOf(place)}${turn ? " turn" : ""}`;
+    const kind = `token ${colourOf(place)}${turn ? " turn-over" : ""}`;
     return [blank, el("span", { class: kind, "data-expert": place + 1, title: name }, text.slice(blank.length))];
   }
 
@@ -107,12 +129,27 @@ export class AnswerView {
     else this.state.hidden = true;
     this.written = answer.decoding.schema ? `\`\`\`json\n${indented(answer.answer)}\n\`\`\`` : answer.answer;
     this.draw(answer.decoding.schema ? [] : answer.citations);
-    this.tools.prepend(copyButton("Copy the answer", () => inert(answer.answer)));
+    this.cards(answer.sources);
     // that nothing is there, no passage has said
-    if (answer.refused) this.rightHead.textContent = "Passages that were read";
-    if (answer.refused || !answer.trace.tokens.some(({ source }) => source !== null)) this.untraced();
-    else this.coloured(answer);
+    if (answer.refused) this.rightHead.textContent = `${counted(answer.sources.length, "passage")} read`;
     this.told.replaceChildren(times(answer), facts(answer));
+    this.tools.append(copyButton("Copy the answer", () => inert(answer.answer)), this.againButton("Regenerate"));
+    if (!answer.refused && answer.trace.tokens.some(({ source }) => source !== null)) this.coloured(answer);
+    else {
+      this.node.classList.remove("traced");
+      this.legend.hidden = true;
+    }
+    const made = el("button", { type: "button", class: "plain made", "aria-expanded": "false", "aria-label": "How this answer was made" }, icon("time"), lasted(answer.timing_ms.total));
+    made.addEventListener("click", () => {
+      this.told.hidden = !this.told.hidden;
+      made.setAttribute("aria-expanded", String(!this.told.hidden));
+    });
+    this.tools.append(made);
+  }
+
+  /** Ask the question once more; for the last one alone. */
+  againButton(name) {
+    return el("button", { type: "button", class: "plain again-button", onclick: () => this.onAgain() }, icon("again"), name);
   }
 
   /** The experts' colours, and a button that gives the text and its citations instead. */
@@ -127,15 +164,10 @@ export class AnswerView {
     };
     button.addEventListener("click", () => show(button.getAttribute("aria-pressed") !== "true"));
     this.tools.append(button);
+    this.told.append(this.trace.node);
     const simple = isPlain(this.text);
     show(true); // what the legend counts
     if (!simple) show(false); // a table or code cannot be read in colours
-  }
-
-  untraced() {
-    this.node.classList.remove("traced");
-    this.legend.hidden = true;
-    this.trace.node.remove();
   }
 
   /** Draw the trace anew from all tokens: what streams holds back blanks, and leaves out the token that ends it. */
@@ -158,6 +190,8 @@ export class AnswerView {
     this.node.classList.add("failed");
     this.state.hidden = false;
     this.state.textContent = message;
+    this.legend.hidden = true;
+    this.tools.append(this.againButton("Try again"));
   }
 
   over() {
@@ -178,7 +212,7 @@ export class AnswerView {
         "div",
         { class: "source-body" },
         el("p", { class: "source-name" }, open),
-        el("p", { class: "source-text", dir: "auto" }, belowHeadings(source)),
+        el("div", { class: "source-text md", dir: "auto" }, passageOf(source)),
         el(
           "p",
           { class: "scores" },
@@ -227,6 +261,12 @@ export class AnswerView {
   }
 }
 
+/** What is kept of an answer: its sources around the sentence that it stands on. */
+export function lasting({ trace, sources, ...answer }) {
+  const tokens = trace.tokens.map(({ text, source }) => ({ text, source }));
+  return { ...answer, trace: { tokens }, sources: sources.map(excerpt) };
+}
+
 /** JSON with a line for each value. It is not parsed: a long number would change, and an answer may have been cut. */
 function indented(text) {
   let depth = 0;
@@ -258,7 +298,9 @@ function times({ timing_ms: timing, sources }) {
 
 function facts(answer) {
   const { hits, misses, bytes, memory_hits: held } = answer.kv;
-  const parts = [plain(answer.engine), `${counted(answer.sources.length, "chunk")} read`];
+  const parts = [`engine ${plain(answer.engine)}`, `${counted(answer.sources.length, "passage")} read`];
+  if (answer.followed) parts.push(`after ${counted(answer.followed, "question")} of this conversation`);
+  if (answer.system) parts.push(`as told: ${plain(answer.system)}`);
   if (!hits && !misses) parts.push("no stored KV used");
   if (hits) parts.push(`KV of ${hits} stored (${sized(bytes)}${held ? `, ${held} still in memory` : ""})`);
   if (misses) parts.push(`${misses} encoded anew`);

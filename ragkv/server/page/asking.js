@@ -1,63 +1,53 @@
 // A question is asked, with one setting or with several one after another, so that their times can be compared.
 
 import { AnswerView } from "./answer.js";
-import { events, pathOf } from "./api.js";
+import { ask as fetched, events, pathOf } from "./api.js";
 import { converse, earlier, setUpConversation } from "./conversation.js";
-import { announce, byId, counted, el, lasted, plain } from "./dom.js";
-import { foldedOf, Lane, MOST_LANES, worded } from "./lane.js";
+import { announce, byId, counted, el, icon, lasted, plain } from "./dom.js";
+import { chosenSettings, setUpSettings, settingsOf, worded } from "./settings.js";
 
 const MOST_SHOWN = 20;
+const AGAIN = 0.7; // the temperature of a second answer: the likeliest words would be the same ones
 let facts = null;
-let lanes = [];
 let running = null;
 const UNANSWERED = "ragkv-unanswered-1";
 let leaving = false; // the page is, so an answer that breaks off is not the server's doing
 
-/** Wire the form. */
-export function setUpAsking() {
+/** Wire the form; `choose(name)` shows another index. */
+export function setUpAsking(choose) {
+  byId("send").append(icon("send"));
+  byId("stop").append(icon("stop"));
+  const field = byId("question");
   byId("asking").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running === null && facts !== null) ask(); // before the indexes are known, the question stays in its field
+    if (running === null && facts !== null) submit(); // before the indexes are known, the question stays in its field
   });
-  byId("question").addEventListener("keydown", (event) => {
+  field.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (!event.repeat) byId("asking").requestSubmit();
   });
-  byId("stop").addEventListener("keydown", (event) => event.repeat && event.preventDefault()); // the key that pressed Ask, still held
-  byId("asking").addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
-  byId("question").addEventListener("input", ({ target }) => {
-    const most = target.maxLength - 1; // the field takes one more, which shows that there was more
-    target.setCustomValidity(target.value.length <= most ? "" : `The question was cut: it can have at most ${counted(most, "character")}.`);
-    target.reportValidity();
+  field.addEventListener("input", () => {
+    const most = field.maxLength - 1; // the field takes one more, which shows that there was more
+    field.setCustomValidity(field.value.length <= most ? "" : `The question was cut: it can have at most ${counted(most, "character")}.`);
+    field.reportValidity();
   });
   byId("stop").addEventListener("click", () => running?.abort());
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) running?.abort();
   });
-  byId("compare").addEventListener("click", () => {
-    const lane = add();
-    lane.like(lanes.at(-2));
-    lane.engine.focus();
-  });
-  byId("all-engines").addEventListener("change", () => {
-    for (const lane of lanes) lane.offer(byId("all-engines").checked);
-  });
   addEventListener("pagehide", () => (leaving = true));
   addEventListener("pageshow", () => (leaving = false));
-  setUpConversation(opened);
+  setUpSettings();
+  setUpConversation(opened, choose);
 }
 
-/** Ask this index from now on. */
-export function askOf(index) {
+/** Ask this index from now on, in `conversation` if that is one of its own. */
+export function askOf(index, conversation) {
   facts = index;
-  lanes = [];
-  byId("lanes").replaceChildren();
-  add();
-  const folded = foldedOf(facts);
-  byId("all-engines").parentElement.hidden = !folded.length;
-  byId("folded").textContent = folded.join(", ");
-  converse(index.name);
+  settingsOf(index);
+  byId("question").placeholder = `Ask ${index.name}`;
+  converse(index.name, conversation);
   const question = byId("question").value ? "" : unanswered(index.name);
   if (!question) return;
   edit(question);
@@ -84,12 +74,12 @@ function remember(name, question) {
   }
 }
 
-/** Show what was asked and answered in a conversation. */
+/** Show what was asked and answered in a conversation, and where there is nothing yet, what can be asked. */
 function opened({ index, turns }) {
   running?.abort();
   byId("results").replaceChildren();
-  for (const { question, settings, answers, followed } of turns.slice(-MOST_SHOWN)) {
-    const { views, table } = show(question, index, followed, settings);
+  for (const { question, settings, answers } of turns.slice(-MOST_SHOWN)) {
+    const { views, table } = show(question, index, settings);
     for (const [place, answer] of answers.entries()) {
       if (answer === null) {
         views[place].failed("There is no answer");
@@ -100,54 +90,57 @@ function opened({ index, turns }) {
     }
     answers.forEach((answer, place) => table?.told(place, answer));
   }
+  welcome(!turns.length);
+  byId("scroller").scrollTop = byId("scroller").scrollHeight;
 }
 
-function add() {
-  const lane = new Lane(facts, byId("all-engines").checked, remove);
-  lanes.push(lane);
-  byId("lanes").append(lane.node);
-  number();
-  return lane;
+/** The empty conversation: what stands in the index, and questions to begin with. */
+async function welcome(now) {
+  byId("welcome").hidden = !now;
+  if (!now) return;
+  const { name, documents, writable } = facts;
+  byId("samples").replaceChildren();
+  const what = documents === 1 ? "the document" : `the ${counted(documents, "document")}`;
+  byId("welcome-said").textContent = documents
+    ? `Ask about ${what} in ${name}: each answer shows the passages that it stands on.`
+    : `${name} holds no document yet. ${writable ? "Drop files here, or choose Documents above, and then ask." : ""}`;
+  if (!documents) return;
+  const { questions } = await fetched(pathOf(name, "samples")).catch(() => ({ questions: [] }));
+  if (name !== facts.name) return;
+  byId("samples").replaceChildren(...questions.map((each) => el("li", {}, el("button", { type: "button", dir: "auto", onclick: () => submit(each) }, plain(each)))));
 }
 
-function remove(lane) {
-  lanes = lanes.filter((each) => each !== lane);
-  lane.node.remove();
-  number();
-  byId("compare").focus();
-}
-
-function number() {
-  lanes.forEach((lane, place) => lane.stand(place + 1, lanes.length));
-  byId("compare").hidden = lanes.length === MOST_LANES;
-}
-
-function shared() {
-  const told = {};
-  const most = byId("max-tokens").valueAsNumber;
-  const temperature = byId("temperature").valueAsNumber;
-  const seed = byId("seed").valueAsNumber;
-  const where = byId("where").value.split(",").map((each) => each.trim()).filter(Boolean);
-  if (Number.isFinite(most)) told.max_new_tokens = most;
-  if (Number.isFinite(temperature)) told.temperature = temperature;
-  if (Number.isFinite(seed)) told.seed = seed;
-  if (where.length) told.where = where;
-  const system = byId("system").value.trim();
-  if (system) told.system = system;
-  return told;
-}
-
-async function ask() {
-  const question = byId("question").value.trim();
+/** Ask what stands in the field, or this question. */
+function submit(question = byId("question").value.trim()) {
   if (!question) {
     byId("question").focus();
     announce("Write a question first.");
     return;
   }
-  const name = facts.name;
-  const { history, keep } = earlier(question);
-  const asked = lanes.map((lane) => ({ ...lane.read(), ...shared() }));
-  const { views, table } = show(question, name, history.length, asked);
+  const settings = running === null ? chosenSettings() : null;
+  if (settings === null) return;
+  byId("question").value = "";
+  byId("question").focus();
+  ask(question, settings);
+}
+
+/** Ask the last question once more, with the settings of now. */
+function again(question, before) {
+  const settings = running === null ? chosenSettings() : null;
+  if (settings === null) return;
+  const same = before.answered && JSON.stringify(settings) === JSON.stringify(before.settings);
+  byId("results").lastElementChild.remove();
+  const anew = settings.map((each) => (same && each.temperature === undefined ? { ...each, temperature: AGAIN } : each));
+  ask(question, anew, { settings, replaces: before.answered });
+}
+
+async function ask(question, asked, { settings = asked, replaces = false } = {}) {
+  const { name } = facts;
+  const { history, keep } = earlier(replaces);
+  welcome(false);
+  const before = { settings, answered: false };
+  const { node, views, table } = show(question, name, asked, before);
+  node.scrollIntoView({ block: "start" });
   running = new AbortController();
   const { signal } = running;
   busy(true);
@@ -162,9 +155,8 @@ async function ask() {
   } finally {
     running = null;
     if (!leaving && (signal.aborted || answers.some(Boolean))) unanswered(name);
-    keep(asked, answers, history.length);
+    before.answered = keep({ question, settings: asked, answers, followed: history.length });
     busy(false);
-    if (document.activeElement === byId("question") && byId("question").value.trim() === question) byId("question").select(); // to be typed over
   }
 }
 
@@ -181,7 +173,7 @@ async function one(name, body, view, signal) {
       else if (event === "sources") view.found(data.sources);
       else if (event === "reasoning") view.thinks(data.text);
       else if (event === "token") view.token(data.text, data.source);
-      else if (event === "done") answer = data;
+      else if (event === "done") answer = { ...data, followed: body.history.length, system: body.system };
       else if (event === "error") throw new Error(data.error.message);
     }
     if (answer === null) throw new Error("The connection broke before the answer was complete.");
@@ -196,13 +188,12 @@ async function one(name, body, view, signal) {
 }
 
 function busy(now) {
-  const focused = document.activeElement; // a button that is hidden loses the focus, but later
+  if (document.activeElement === byId("stop")) byId("question").focus(); // a button that is hidden loses the focus
   byId("send").hidden = now;
   byId("stop").hidden = !now;
-  if ([byId(now ? "send" : "stop"), document.body].includes(focused)) byId(now ? "stop" : "question").focus();
 }
 
-/** Put a question into the field again, to be changed or asked with other settings. */
+/** Put a question into the field again, to be changed. */
 function edit(question) {
   byId("question").value = question;
   byId("question").dispatchEvent(new Event("input"));
@@ -210,30 +201,29 @@ function edit(question) {
 }
 
 /** The place of a question's answers: a view for each setting, and the table over several. */
-function show(question, name, turns, settings) {
-  const numbered = (setting, place) => `${settings.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`;
-  const views = settings.map((setting, place) => new AnswerView(name, numbered(setting, place)));
+function show(question, name, settings, before = { settings, answered: true }) {
+  const numbered = (setting, place) => (settings.length > 1 ? `${place + 1}. ${worded(setting)}` : "");
+  const views = settings.map((setting, place) => new AnswerView(name, numbered(setting, place), () => again(question, before)));
   const table = settings.length > 1 ? comparison(settings) : null;
-  const [{ system }] = settings;
   const columns = el("div", { class: "answers" }, ...views.map((view) => view.node));
   columns.dataset.count = String(views.length);
-  const result = el(
+  const node = el(
     "article",
-    { class: turns ? "result follow-up" : "result" },
+    { class: settings.length > 1 ? "turn wide" : "turn" },
     el(
       "div",
       { class: "asked-head" },
+      el("button", { type: "button", class: "plain icon", "aria-label": `Edit: ${question}`, onclick: () => edit(question) }, icon("edit")),
       el("h2", { class: "asked", dir: "auto" }, question),
-      el("button", { type: "button", class: "plain", "aria-label": `Edit: ${question}`, onclick: () => edit(question) }, "Edit"),
     ),
-    el("p", { class: "quiet asked-of", dir: "auto" }, `asked of ${name}${turns ? `, after ${counted(turns, "question")} of this conversation` : ""}${system ? `, as told: ${plain(system)}` : ""}`),
     table?.node,
     columns,
   );
   const results = byId("results");
-  results.prepend(result);
-  while (results.children.length > MOST_SHOWN) results.lastElementChild.remove();
-  return { views, table };
+  for (const view of results.querySelectorAll(".right[open]")) view.open = false;
+  results.append(node);
+  while (results.children.length > MOST_SHOWN) results.firstElementChild.remove();
+  return { node, views, table };
 }
 
 /** The table over several settings. */

@@ -1,51 +1,36 @@
-// Conversations: what was asked and answered, kept by the browser, so that it is there again after a reload. A question
-// is asked alone, unless its asker sends the conversation along.
+// Conversations: what was asked and answered, kept by the browser, so that it is there again after a reload.
 
-import { copyButton } from "./copy.js";
-import { announce, byId, counted, el, plain, titled } from "./dom.js";
 import { confirmed, renamed } from "./dialog.js";
+import { announce, byId, el, icon, plain } from "./dom.js";
 import { currentKey } from "./key.js";
-import { inert } from "./markdown.js";
+import { lasting } from "./answer.js";
 
 const STORED = "ragkv-conversations-1";
 const MOST_KEPT = 30; // conversations
 const MOST_TURNS = 256;
 // far more than a prompt takes of them, and far less than a request may have
 const MOST_CHARACTERS = 200_000;
-const MOST_OF_SOURCE = 500; // characters of a chunk that are kept; the rest is the server's
 let current = null;
 let known = ""; // what was kept of it when this tab last read or wrote it
 let onOpen = () => {};
+let onChoose = () => {};
 
-/** Wire the conversations; `opened` is called with the turns of the one that is shown from now on. */
-export function setUpConversation(opened) {
+/**
+ * Wire the conversations; `opened` is called with the one that is shown from now on, `choose` with the name of an index
+ * and one of its conversations, to show both.
+ */
+export function setUpConversation(opened, choose) {
   onOpen = opened;
-  byId("question").addEventListener("input", show);
-  byId("follow").addEventListener("change", show);
-  byId("conversation").addEventListener("change", () => {
-    const found = kept().find(({ id }) => id === byId("conversation").value);
-    open(found ?? fresh(current.index));
-  });
+  onChoose = choose;
+  byId("anew").prepend(icon("add"));
+  byId("menu").append(icon("menu"));
+  byId("side-close").append(icon("close"));
+  byId("menu").addEventListener("click", () => drawer(true));
+  byId("side-close").addEventListener("click", () => drawer(false));
+  byId("shade").addEventListener("click", () => drawer(false));
+  byId("side").addEventListener("keydown", (event) => event.key === "Escape" && byId("side").classList.contains("open") && drawer(false));
   byId("anew").addEventListener("click", () => {
-    open(fresh(current.index));
-    announce("A new conversation begins.");
-    byId("question").focus();
-  });
-  byId("rename").addEventListener("click", async () => {
-    const name = await renamed(titleOf(current));
-    if (name === null) return;
-    current.name = name;
-    save();
-    show();
-  });
-  byId("copy-thread").replaceWith(copyButton("Copy the conversation", () => inert(current.turns.map(written).join("\n\n"))));
-  byId("forget").addEventListener("click", async () => {
-    if (!(await confirmed("Delete this conversation?", `“${titleOf(current)}” is kept by this browser alone.`))) return;
-    const { id, index } = current;
-    write(kept().filter((each) => each.id !== id));
-    open(fresh(index));
-    announce("The conversation was deleted.");
-    byId("question").focus();
+    if (current !== null) begin(current.index, "A new conversation begins.");
   });
 }
 
@@ -54,42 +39,59 @@ export function lastIndex() {
   return kept()[0]?.index ?? null;
 }
 
-/** Show the latest conversation with the index `name` if the page has just been loaded, else begin one. */
-export function converse(name) {
-  const found = current === null && lastIndex() === name ? kept()[0] : fresh(name);
+/** Show this conversation with the index `name`, or the latest one if the page has just been loaded, or begin one. */
+export function converse(name, conversation = null) {
+  const latest = current === null && lastIndex() === name ? kept()[0] : null;
   try {
-    open(found);
+    open(conversation ?? latest ?? fresh(name));
   } catch {
     open(fresh(name)); // another version of the page kept it
   }
 }
 
 /**
- * The turns that go with this question, and `keep`, which remembers what was answered unless another conversation was
- * opened since. A question that is asked again, with other settings say, takes its own place.
+ * The turns that go with the next question, and `keep`, which remembers its turn unless another conversation was opened
+ * since, and tells whether it did. `replaces`: it takes the last turn's place.
  */
-export function earlier(question) {
-  const mine = before(question);
+export function earlier(replaces) {
   const conversation = current;
-  const keep = (settings, answers, followed) => {
-    if (!answers.some(Boolean) || conversation !== current) return;
-    conversation.turns = [...mine, { question, settings, answers: answers.map((each) => each && kernel(each)), followed }];
+  const mine = replaces ? current.turns.slice(0, -1) : current.turns;
+  const keep = (turn) => {
+    if (!turn.answers.some(Boolean) || conversation !== current) return false;
+    conversation.turns = [...mine, { ...turn, answers: turn.answers.map((each) => each && lasting(each)) }];
     save();
     show();
+    return true;
   };
   return { history: byId("follow").checked ? latest(mine) : [], keep };
 }
 
 const fresh = (index) => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), index, name: null, turns: [] });
 
-const before = (question) => (current.turns.at(-1)?.question === question ? current.turns.slice(0, -1) : current.turns);
-
 const titleOf = ({ name, turns }) => plain(name ?? turns[0]?.question ?? "New conversation");
+
+function begin(index, said) {
+  location.hash = "ask";
+  drawer(false);
+  open(fresh(index));
+  announce(said);
+  byId("question").focus();
+}
+
+/** Open or close the list where the page is narrow. */
+function drawer(opens) {
+  const was = byId("side").classList.contains("open");
+  byId("side").classList.toggle("open", opens);
+  byId("shade").hidden = !opens;
+  byId("stage").inert = opens;
+  byId("menu").setAttribute("aria-expanded", String(opens));
+  if (opens) byId("side-close").focus();
+  else if (was) byId("menu").focus();
+}
 
 function open(conversation) {
   current = conversation;
   known = JSON.stringify(current);
-  byId("follow").checked = false;
   show();
   onOpen(current);
 }
@@ -107,42 +109,69 @@ function latest(all) {
   return told;
 }
 
-/** A turn as Markdown, with the sources of its answers. */
-function written({ question, answers }) {
-  const told = answers.filter(Boolean).map(({ answer, sources }) => {
-    const list = sources.map((source, place) => `${place + 1}. ${titled(source)}`).join("\n");
-    return list ? `${answer}\n\n${list}` : answer;
-  });
-  return [`## ${plain(question)}`, ...told].join("\n\n");
-}
-
-/** What the page shows of an answer. */
-function kernel({ trace, sources, ...answer }) {
-  const tokens = trace.tokens.map(({ text, source }) => ({ text, source }));
-  return { ...answer, trace: { tokens }, sources: sources.map((each) => ({ ...each, text: each.text.slice(0, MOST_OF_SOURCE) })) };
-}
-
+/** The list at the side. */
 function show() {
-  if (current === null) return; // the indexes are not known yet
-  const all = kept().filter(({ index }) => index === current.index);
-  const begun = current.turns.length > 0;
-  byId("thread").hidden = !all.length && !begun;
-  const options = all.map((each) => el("option", { value: each.id }, titleOf(each)));
-  if (!all.some(({ id }) => id === current.id)) options.unshift(el("option", { value: current.id }, titleOf(current)));
-  byId("conversation").replaceChildren(...options);
-  byId("conversation").value = current.id;
-  for (const button of document.querySelectorAll(".thread-actions button")) button.hidden = !begun;
-  byId("following").hidden = !begun;
-  const follows = begun && byId("follow").checked;
-  byId("thread-said").textContent = begun ? said(follows) : "";
-  byId("question").placeholder = follows ? "Ask a follow-up question" : `Ask ${current.index}`;
+  const focused = document.activeElement?.closest?.(".talk")?.dataset.id;
+  const all = kept();
+  const several = new Set(all.map(({ index }) => index)).size > 1;
+  byId("talks").replaceChildren(...all.map((each) => item(each, several)));
+  byId("talks-none").hidden = all.length > 0;
+  if (focused) [...byId("talks").children].find(({ dataset }) => dataset.id === focused)?.firstElementChild.focus();
 }
 
-function said(follows) {
-  if (!follows) return "The next question is asked alone";
-  if (before(byId("question").value.trim()) !== current.turns) return "The same question again: change it to follow up";
-  const others = current.turns.length > 1 ? ` and ${counted(current.turns.length - 1, "more question")}` : "";
-  return `Follow-up to “${plain(current.turns[0].question)}”${others}`;
+function item(conversation, several) {
+  const { id, index } = conversation;
+  const title = titleOf(conversation);
+  const now = id === current.id;
+  const act = (name, said, work) => el("button", { type: "button", class: "plain icon", "aria-label": `${said} ${title}`, title: said, onclick: work }, icon(name));
+  const node = el(
+    "li",
+    { class: now ? "talk current" : "talk" },
+    el(
+      "button",
+      { type: "button", class: "plain talk-open", dir: "auto", title, "aria-current": now ? "true" : null, onclick: () => choose(id) },
+      title,
+      several ? el("span", { class: "talk-of" }, ` ${plain(index)}`) : null,
+    ),
+    act("edit", "Rename", () => rename(id)),
+    act("remove", "Delete", () => remove(id)),
+  );
+  node.dataset.id = id;
+  return node;
+}
+
+const keptAs = (id) => kept().find((each) => each.id === id);
+
+function choose(id) {
+  const found = keptAs(id);
+  location.hash = "ask";
+  drawer(false);
+  if (found === undefined) show(); // another tab has deleted it
+  else if (found.index === current.index) converse(found.index, found);
+  else onChoose(found.index, found);
+}
+
+async function rename(id) {
+  const found = id === current.id ? current : keptAs(id);
+  const name = found && (await renamed(titleOf(found)));
+  if (!name) return;
+  found.name = name;
+  if (found === current) save();
+  else write(kept().map((each) => (each.id === id ? found : each)));
+  show();
+}
+
+async function remove(id) {
+  const found = keptAs(id);
+  if (found && !(await confirmed("Delete this conversation?", `“${titleOf(found)}” is kept by this browser alone.`))) return;
+  write(kept().filter((each) => each.id !== id));
+  if (id === current.id) {
+    begin(current.index, "The conversation was deleted.");
+    return;
+  }
+  show();
+  announce("The conversation was deleted.");
+  (byId("talks").querySelector(".talk-open") ?? byId("anew")).focus();
 }
 
 /** Where conversations are kept. With a key, only as long as the key itself: they tell what documents say. */

@@ -1,17 +1,17 @@
 // Buttons that copy a text.
 
-import { announce, el } from "./dom.js";
+import { announce, el, icon } from "./dom.js";
 
 const SHOWN = 2000; // milliseconds for which a button says that it has copied
 
 /** A button that copies what `text` gives, called `name` for screen readers. */
 export function copyButton(name, text) {
-  const button = el("button", { type: "button", class: "plain copy", "aria-label": name }, "Copy");
+  const button = el("button", { type: "button", class: "plain copy", "aria-label": name }, icon("copy"), "Copy");
   button.addEventListener("click", async () => {
     const said = (await copied(text())) ? "Copied" : "Not copied: the browser forbids it";
     button.textContent = said;
     announce(said);
-    setTimeout(() => button.replaceChildren("Copy"), SHOWN);
+    setTimeout(() => button.replaceChildren(icon("copy"), "Copy"), SHOWN);
   });
   return button;
 }

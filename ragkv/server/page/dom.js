@@ -27,6 +27,24 @@ function filled(made, given, children) {
   return made;
 }
 
+const ICONS = {
+  add: "M8 3v10M3 8h10",
+  again: "M13 8a5 5 0 1 1-1.5-3.6M13 2.5v2.6h-2.6",
+  attach: "m12.5 7.5-4.6 4.6a2.9 2.9 0 0 1-4.1-4.1l5-5a1.9 1.9 0 0 1 2.7 2.7l-4.9 4.9a1 1 0 0 1-1.4-1.4l4.3-4.3",
+  close: "m4 4 8 8M12 4l-8 8",
+  copy: "M5.5 5.5h7v7h-7zM3.5 10.5v-7h7",
+  edit: "m3 13 .7-2.8 7-7 2.1 2.1-7 7zM9.2 4.7l2.1 2.1",
+  menu: "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
+  remove: "M3 4.5h10M6.5 4V2.8h3V4M4.3 4.5l.6 8.7h6.2l.6-8.7",
+  send: "M8 13V3M3.8 7.2 8 3l4.2 4.2",
+  settings: "M2.5 5h5M11 5h2.5M7.5 3.3v3.4M11 3.3v3.4M2.5 11H5M8.5 11h5M5 9.3v3.4M8.5 9.3v3.4",
+  stop: "M4.5 4.5h7v7h-7z",
+  time: "M8 2a6 6 0 1 1 0 12A6 6 0 0 1 8 2M8 4.8V8l2.2 1.4",
+};
+
+/** A drawing for a button, which says nothing itself. */
+export const icon = (name) => svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
+
 /** A name that others chose, in one line in which nothing hides. */
 export const plain = (text) => String(text).replace(UNSEEN, "\ufffd");
 

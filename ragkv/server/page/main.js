@@ -4,7 +4,7 @@ import { ask, returning } from "./api.js";
 import { askOf, setUpAsking } from "./asking.js";
 import { lastIndex } from "./conversation.js";
 import { documentsOf, list, setUpDocuments } from "./documents.js";
-import { byId, counted, el, plain, warn } from "./dom.js";
+import { byId, counted, el, icon, plain, warn } from "./dom.js";
 import { setUpReader } from "./reader.js";
 import { setUpUploads, uploadsOf } from "./uploads.js";
 
@@ -33,12 +33,14 @@ async function load() {
 
 function tell() {
   const { documents, chunks, model } = chosen();
-  byId("facts").textContent = `${counted(documents, "document")} · ${counted(chunks, "chunk")} · ${plain(model)}`;
+  byId("facts").textContent = `${counted(documents, "document")} · ${plain(model)}`;
+  byId("facts").title = counted(chunks, "chunk");
 }
 
-async function choose() {
+async function choose(conversation = null) {
   tell();
-  askOf(chosen());
+  byId("attach").hidden = !chosen().writable;
+  askOf(chosen(), conversation);
   await Promise.all([documentsOf(chosen()), uploadsOf(chosen())]);
 }
 
@@ -57,7 +59,15 @@ function ingested(name) {
 }
 
 async function start() {
-  setUpAsking();
+  setUpAsking((name, conversation) => {
+    attempt(async () => {
+      if (!indexes.some((each) => each.name === name)) throw new Error(`This server has no index ${plain(name)} now.`);
+      byId("index").value = name;
+      await choose(conversation);
+    });
+  });
+  byId("attach").append(icon("attach"));
+  byId("attach").addEventListener("click", () => byId("files").click());
   setUpReader();
   setUpDocuments(() => attempt(recount));
   setUpUploads(ingested, () => {
@@ -72,7 +82,7 @@ async function start() {
     turn(); // the event of the change comes later
     byId("question").focus();
   });
-  byId("index").addEventListener("change", () => attempt(choose));
+  byId("index").addEventListener("change", () => attempt(() => choose()));
   turn();
   await begin();
 }

@@ -1,7 +1,8 @@
-// A document's text in a dialog, with the passage that an answer was made from marked.
+// A document's text in a dialog, with the passage that an answer was made from, and the sentences that say it, marked.
 
 import { ask, pathOf } from "./api.js";
-import { byId, counted, el, plain, warn } from "./dom.js";
+import { byId, counted, el, icon, plain, warn } from "./dom.js";
+import { belowHeadings, passage } from "./markdown.js";
 
 const AROUND = 12;
 let opened = 0;
@@ -9,6 +10,7 @@ let opened = 0;
 /** Wire the dialog. */
 export function setUpReader() {
   const dialog = byId("reader");
+  byId("reader-close").append(icon("close"));
   byId("reader-close").addEventListener("click", () => dialog.close());
   dialog.addEventListener("click", (event) => {
     if (event.target === dialog) dialog.close(); // beside it
@@ -23,7 +25,7 @@ export async function openChunk(index, source) {
   begin(source.document);
   await load(async (still) => {
     const chunk = await ask(pathOf(index, "chunks", source.chunk_id));
-    if (still()) await fill(index, chunk.document_id, chunk, still);
+    if (still()) await fill(index, chunk.document_id, { ...chunk, highlights: source.highlights }, still);
   });
 }
 
@@ -61,11 +63,11 @@ async function fill(index, id, marked, still) {
   text.replaceChildren(...blocks(page.chunks, marked));
   if (first > 0) text.prepend(more("Show what stands before", index, id, marked, Math.max(0, first - 2 * AROUND), first, still));
   if (page.next !== null) text.append(more("Show more", index, id, marked, page.next + 1, null, still));
-  const passage = text.querySelector(".marked");
-  if (passage === null) text.focus();
+  const found = text.querySelector(".marked");
+  if (found === null) text.focus();
   else {
-    passage.focus({ preventScroll: true });
-    passage.scrollIntoView({ block: "center" });
+    found.focus({ preventScroll: true });
+    (found.querySelector("mark") ?? found).scrollIntoView({ block: "center" });
   }
 }
 
@@ -109,29 +111,13 @@ function blocks(found, marked) {
     const told = belowHeadings({ ...chunk, text }) === text ? where : page; // a heading that stands in the text is enough
     const head = told && where !== place ? el("p", { class: "where" }, plain(told)) : null;
     place = where;
-    const body = own ? el("mark", {}, text) : text;
     return el(
       "div",
       own ? { class: "block marked", tabindex: "-1", role: "group", "aria-label": "The passage" } : { class: "block", tabindex: "-1" },
       head,
-      el("p", { class: "prose", dir: "auto" }, body),
+      el("div", { class: "prose md", dir: "auto" }, passage(text, own ? marked.highlights : [])),
     );
   });
-}
-
-/** A chunk's text without the headings that it begins with, where its `heading` tells them. */
-export function belowHeadings({ text, heading }) {
-  const told = (heading ?? "").split(" > ").map((each) => each.trim());
-  const lines = text.split("\n");
-  let first = 0;
-  for (let at = 0; at < lines.length; at += 1) {
-    const line = lines[at].trim();
-    const name = line.replace(/^#{1,6}\s+/, "").replace(/\s+#+$/, "");
-    if (line && told.includes(name)) first = at + 1;
-    else if (line && !(first === at && first && /^(?:=+|-+)$/.test(line))) break;
-    else if (line) first = at + 1; // the line below an underlined heading
-  }
-  return first ? lines.slice(first).join("\n").trimStart() : text;
 }
 
 function cut(chunk, shown, marked) {

@@ -16,6 +16,7 @@ export function setUpUploads(changed, shown) {
   onChange = changed;
   for (const field of [byId("files"), byId("folder")]) {
     field.addEventListener("change", () => {
+      shown();
       send([...field.files].map((file) => [file.webkitRelativePath || file.name, file]));
       field.value = "";
     });
