@@ -21,10 +21,10 @@ class Decoding:
     `generation_config` is not read.
 
     Without a `temperature`, decoding is greedy, or samples at temperature 1 if `top_p`, `top_k_tokens` or `min_p` is
-    set; temperature 0 is always greedy. `repetition_penalty` only counts generated tokens and not the prompt, because
-    an answer from documents has to repeat their words. Without a `seed`, one is drawn for each request, and the answer
-    reports it. An answer ends before the first of the `stop` strings, or at one of `stop_ids` or of the model's own end
-    tokens.
+    set; temperature 0 is always greedy. The penalties only count generated tokens and not the prompt, because an answer
+    from documents has to repeat their words; `presence_penalty` and `frequency_penalty` are OpenAI's. Without a `seed`,
+    one is drawn for each request, and the answer reports it. An answer ends before the first of the `stop` strings, or
+    at one of `stop_ids` or of the model's own end tokens.
 
     One of `schema` (a JSON schema as text, see `schema_text`), `regex` and `grammar` (Lark, as llguidance reads it)
     constrains the answer: it matches, unless it was cut at its length limit. ConfigError for one that cannot be used.
@@ -55,6 +55,13 @@ class Decoding:
     repetition_penalty: Annotated[
         float, Option("Above 1, tokens that the answer already contains become less likely.", panel=DECODING_PANEL)
     ] = 1.0
+    presence_penalty: Annotated[
+        float, Option("From -2 to 2: subtracted once from each token that the answer contains.", panel=DECODING_PANEL)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option("From -2 to 2: subtracted for each time that the answer contains a token.", panel=DECODING_PANEL),
+    ] = 0.0
     seed: Annotated[
         int | None,
         Option("With the same seed, the same tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat", "ranks")),
@@ -96,6 +103,8 @@ class Decoding:
         _number("min_p", self.min_p, lambda p: 0 < p <= 1, "above 0 and at most 1")
         penalty = self.repetition_penalty
         _number("repetition_penalty", penalty, lambda r: 0.01 <= r <= 100, "from 0.01 to 100 (1: none)", unset=False)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), lambda p: -2 <= p <= 2, "from -2 to 2 (0: none)", unset=False)
         _number("seed", self.seed, lambda s: 0 <= s < 1 << 63, "a whole number from 0 to 2^63 - 1", whole=True)
         object.__setattr__(self, "stop", _each("stop", self.stop, _is_text, "strings that are not empty"))
         object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, _is_id, "token ids from 0"))

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 class Sampler:
     """Chooses one request's tokens. Requests, threads and engines do not share a sampler.
 
-    The order is that of transformers' `generate`: repetition penalty, the caller's own processors (and the mask of a
-    constraint), temperature, top-k, top-p, min-p. The draw is that of `torch.multinomial` from a `torch.Generator`
-    seeded with `decoding.seed`, so `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the
-    same number. If nothing changes the scores, the choice is the engine's own (`Sample.best`), which breaks ties in its
-    own way. All choices stay on the device, so that one transfer fetches those of all requests.
+    The order is that of transformers' `generate`: penalties (OpenAI's after the repetition penalty), the caller's own
+    processors (and the mask of a constraint), temperature, top-k, top-p, min-p. The draw is that of `torch.multinomial`
+    from a `torch.Generator` seeded with `decoding.seed`, so `full` draws what `generate(do_sample=True)` draws after
+    `torch.manual_seed` of the same number. If nothing changes the scores, the choice is the engine's own
+    (`Sample.best`), which breaks ties in its own way. All choices stay on the device, so that one transfer fetches
+    those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -86,6 +87,8 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     chain = LogitsProcessorList()
     if decoding.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
+    if decoding.presence_penalty or decoding.frequency_penalty:
+        chain.append(partial(_penalised, presence=decoding.presence_penalty, frequency=decoding.frequency_penalty))
     chain.extend(own)
     if not decoding.effective_temperature:
         return chain
@@ -98,6 +101,12 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     if decoding.min_p is not None:
         chain.append(MinPLogitsWarper(float(decoding.min_p)))
     return chain
+
+
+def _penalised(ids: Tensor, scores: Tensor, *, presence: float, frequency: float) -> Tensor:
+    """OpenAI's penalties, by how often a token was generated (transformers has none of them)."""
+    counts = torch.zeros_like(scores).scatter_add_(-1, ids, torch.ones_like(ids, dtype=scores.dtype))
+    return scores - frequency * counts - presence * (counts > 0)
 
 
 _COMPILED_BYTES = 256 << 20  # of the compiled constraints that are cached

@@ -45,6 +45,8 @@ def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
         "top_k_tokens": None,
         "min_p": None,
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "seed": first.decoding["seed"],
         "stop": (),
         "stop_ids": (),

@@ -120,6 +120,32 @@ def test_scores_of_every_engine_go_through_transformers_chain(name, make_model):
         stream.advance(ids[-1])
 
 
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["full", "pced"])
+def test_openai_penalties_are_subtracted_by_counts(name, drawn, make_model):
+    """Against the formula, token by token; and the answers of requests together are those of each alone."""
+    model = make_model("llama")
+    penalties = [(1.5, 0.0), (0.0, -2.0), (-0.5, 0.75)]
+    asks = [Decoding(presence_penalty=p, frequency_penalty=f, **drawn) for p, f in penalties]
+    alone = [answer(model, name, each) for each in asks]
+    for (presence, frequency), ids in zip(penalties, alone, strict=True):
+        stream, generator = Stream(runtime_of(model), *asked(model, name)), torch.Generator().manual_seed(5)
+        for at, token in enumerate(ids):
+            scores = stream.scores.clone()
+            for seen in set(ids[:at]):
+                scores[seen] -= presence + frequency * ids[:at].count(seen)
+            if drawn:
+                shares = torch.softmax(scores[None] / 0.8, -1)
+                assert token == int(torch.multinomial(shares, 1, generator=generator))
+            else:
+                assert scores[token] == scores.max()
+            stream.advance(token)
+    assert len({*map(tuple, [*alone, answer(model, name, Decoding(**drawn))])}) > (1 if drawn else 2)
+    runtime = runtime_of(model)
+    jobs = [runtime.submit(*asked(model, name), Generation(max_new_tokens=12, decoding=each)) for each in asks]
+    assert [[token.token_id for token in runtime.tokens(job)] for job in jobs] == alone
+
+
 @pytest.mark.parametrize(
     "decoding",
     [
@@ -493,6 +519,9 @@ def test_a_slow_reader_is_not_run_ahead_of_without_end(make_model):
         ({"min_p": 2}, "min_p must be"),
         ({"repetition_penalty": 0}, "repetition_penalty must be from 0.01 to 100"),
         ({"repetition_penalty": None}, "repetition_penalty must be from"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"seed": 1 << 63}, "seed must be a whole number"),
         ({"seed": 10**400}, "seed must be a whole number"),

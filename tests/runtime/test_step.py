@@ -153,7 +153,8 @@ def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine
 @pytest.mark.parametrize("family", FAMILIES[:1])
 def test_a_drawn_token_is_that_of_the_cpu_and_waited_for_once(rags):
     here, there = rags
-    drawn = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k_tokens": 40, "repetition_penalty": 1.2, "seed": 4}
+    drawn = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k_tokens": 40, "seed": 4}
+    drawn |= {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     ask(there, "block", decoding=drawn)
     with pretend.counting(there.model) as waits:
         found = ask(there, "block", decoding=drawn)

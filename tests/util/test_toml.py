@@ -69,6 +69,8 @@ DECODINGS = st.builds(
     top_k_tokens=st.none() | st.integers(1, (1 << 63) - 1),
     min_p=st.none() | st.floats(0, 1, exclude_min=True),
     repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2).map(lambda penalty: penalty or 0.0),  # -0.0 is written as 0.0
+    frequency_penalty=st.floats(-2, 2).map(lambda penalty: penalty or 0.0),
     seed=st.none() | st.integers(0, (1 << 63) - 1),
     stop=st.lists(TEXTS.filter(bool), max_size=3),
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
