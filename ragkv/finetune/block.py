@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import (
@@ -49,6 +50,7 @@ from ragkv.engines import make_engine, require_supported
 from ragkv.errors import MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
 from ragkv.finetune.config import BlockTuneConfig
 from ragkv.finetune.data import (
+    IGNORED,
     PAD_SEGMENT,
     ExampleTokens,
     Progress,
@@ -62,9 +64,9 @@ from ragkv.finetune.data import (
 )
 from ragkv.model.attention_hook import Visible, require_neutral, window_of
 from ragkv.model.attention_hook import visible as visible_window
-from ragkv.model.checkpoint import Checkpoint, pick_device, resolve
+from ragkv.model.checkpoint import ADAPTER, Checkpoint, pick_device, resolve
 from ragkv.model.language_model import LanguageModel
-from ragkv.model.loading import open_checkpoint, quiet_loading
+from ragkv.model.loading import describe_error, open_checkpoint, quiet_loading
 from ragkv.model.self_check import load_model
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 
@@ -174,6 +176,10 @@ def finetune_block(
     examples = read_examples(config.data, config.prompt)
     heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt)
     check_output(config.output.expanduser())
+    if config.adapter is not None and not (config.adapter / ADAPTER).is_file():
+        raise UsageError(
+            f"{config.adapter} holds no {ADAPTER}; name the folder of a LoRA adapter, such as OUTPUT/adapter."
+        )
     config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
     examples, heldout = (
         [replace(example, prompt=replace(example.prompt, bos=config.prompt.bos)) for example in part]
@@ -242,6 +248,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
         "prompt": config.prompt.facts(),
         "data_sha256": file_digest(config.data),
         "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
+        "adapter_sha256": None if config.adapter is None else file_digest(config.adapter / ADAPTER),
         "dtype": "bfloat16" if half else "float32",
         "learning_rate": config.rate,
         "base": model.checkpoint.fingerprint("auto", model.revision, device=str(model.device)),
@@ -267,7 +274,7 @@ def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
     """The module itself, or peft's model around it, in which only the adapter is trained."""
     if config.lora_rank is None:
         return module
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     adapter = LoraConfig(
         r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -277,7 +284,21 @@ def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         warnings.filterwarnings("ignore", "target_parameters=.* no parameter was matched", RuntimeWarning)
         warnings.filterwarnings("ignore", "The following \\w+_pattern keys did not match", RuntimeWarning)
-        return get_peft_model(module, adapter)
+        learner = get_peft_model(module, adapter)
+    if config.adapter is not None:
+        with describe_error("Adapter", str(config.adapter)):
+            settings = parse_json(read_plain(config.adapter / "adapter_config.json"))
+            if (settings["r"], settings["lora_alpha"]) != (adapter.r, adapter.lora_alpha):
+                raise ModelLoadError(
+                    f"{config.adapter} has the rank {settings['r']} and the alpha {settings['lora_alpha']}; "
+                    f"{adapter.r} and {adapter.lora_alpha} would be trained: give its rank."
+                )
+            own = {name for name, parameter in learner.named_parameters() if parameter.requires_grad}
+            weights = load_file(config.adapter / ADAPTER)
+            if {name.replace(".weight", ".default.weight") for name in weights} != own:
+                raise ModelLoadError(f"{config.adapter} is an adapter of another model, or of some of its layers.")
+            set_peft_model_state_dict(learner, weights)
+    return learner
 
 
 def _train(
@@ -470,13 +491,25 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, visible_window)
 
 
+def learnt(columns: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`logits_to_keep` and `labels` for the tokens that are followed by an answer's in any row, and the last one.
+
+    Between two answers of a row stands a question, whose logits over the whole vocabulary would be for nothing.
+    """
+    following = nn.functional.pad(columns["labels"], (-1, 1), value=IGNORED)  # (rows, kept): each token's next label
+    needed = (following != IGNORED).any(0)
+    needed[-1] = True  # the model's loss shifts labels by one
+    places = needed.nonzero()[:, 0] + columns["input_ids"].shape[1] - len(needed)
+    return {"logits_to_keep": places, "labels": nn.functional.pad(following[:, needed], (1, -1), value=IGNORED)}
+
+
 class RowTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose model attends with a `RowMask`, and which takes rows in the order in which they are drawn."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **more: Any) -> Any:
         """The model's own loss over the answers' tokens, for the columns of `ragkv.finetune.data.collate`."""
         columns = {name: column for name, column in inputs.items() if name not in RowMask.OWN}
-        columns |= {"ragkv_rows": RowMask(inputs), "use_cache": False}
+        columns |= {"ragkv_rows": RowMask(inputs), "use_cache": False, **learnt(columns)}
         return super().compute_loss(model, columns, *arguments, **more)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:

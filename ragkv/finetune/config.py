@@ -39,6 +39,7 @@ class BlockTuneConfig:
     gradient_accumulation: Annotated[int, Option("Batches that make one step.")] = 16
     full_share: Annotated[float, Option("Share of rows under full attention, so that `full` stays good; 0 to 1.")] = 0.5
     lora_rank: int | None = 16
+    adapter: Annotated[Path | None, Option("LoRA adapter in peft's layout from which to go on; else a new one.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Option("auto (bfloat16 if the GPU supports it), float32 or bfloat16.")
     ] = "auto"
@@ -74,6 +75,8 @@ class BlockTuneConfig:
             raise ConfigError(f"full_share must be between 0 and 1, not {self.full_share}.")
         if self.sink == "bos" and self.prompt.bos == "none":
             raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
+        if self.adapter is not None and self.lora_rank is None:
+            raise ConfigError("An adapter is not trained together with all weights: leave out one of the two.")
         if self.warmup < 0:
             raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
 

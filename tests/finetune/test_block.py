@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, visible
 from ragkv.finetune.data import read_examples, tokenise
+from ragkv.mini import smollm2_adapter_path
 from ragkv.model.self_check import load_model
 
 
@@ -138,6 +140,22 @@ def test_what_lies_in_the_output_is_not_overwritten(config, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "mine.txt"]
 
 
+def test_a_run_goes_on_from_an_adapter(config, tmp_path):
+    scores = {}
+    finetune_block(config, on_step=lambda step, model: scores.update({step: first_scores(model, config)}))
+    more = replace(config, output=tmp_path / "more", adapter=config.output / "adapter", steps=1)
+    finetune_block(more, on_step=lambda step, model: scores.update({step + 10: first_scores(model, config)}))
+    torch.testing.assert_close(scores[10], scores[4])
+    assert (scores[11] - scores[10]).abs().max() > 1e-3
+    for changes, message in (
+        ({"adapter": tmp_path}, "holds no adapter_model.safetensors"),
+        ({"lora_rank": 8}, "has the rank 4 and the alpha 8; 8 and 16 would be trained"),
+        ({"adapter": smollm2_adapter_path(), "lora_rank": 16}, "an adapter of another model"),
+    ):
+        with pytest.raises(RagkvError, match=message):
+            finetune_block(replace(more, output=tmp_path / "refused", **changes))
+
+
 @pytest.mark.parametrize("missing", ["accelerate", "peft"])
 def test_a_missing_package_names_the_extra(config, monkeypatch, missing):
     monkeypatch.setattr(ragkv.finetune.block, "find_spec", lambda name: None if name == missing else True)
@@ -157,6 +175,7 @@ def test_a_missing_package_names_the_extra(config, monkeypatch, missing):
         {"warmup": -1},
         {"sink": "all"},
         {"dtype": "float16"},
+        {"adapter": Path("a"), "lora_rank": None},
     ],
 )
 def test_a_wrong_setting_is_named(config, changes):

@@ -10,7 +10,7 @@ from asking import teacher_forced
 
 from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
-from ragkv.finetune.block import NAME, RowMask
+from ragkv.finetune.block import NAME, RowMask, learnt
 from ragkv.finetune.data import (
     IGNORED,
     SampledRows,
@@ -30,22 +30,20 @@ def parts_of(model, **changes):
     return tokenise(model, [parse_example(json.dumps(LINE | changes), "f, line 1", PROMPT)])[0]
 
 
-def row_logits(model, rows):
-    """Logits of the first row's last columns, with the other rows in the batch."""
-    columns = collate(rows)
+def outputs(model, columns, *names):
+    """The model's outputs for a batch, of whose columns it also reads `names`."""
     model.module.set_attn_implementation(NAME)
+    read = {name: columns[name] for name in ("input_ids", "position_ids", "logits_to_keep", *names)}
     try:
         with torch.no_grad():
-            logits = model.module(
-                input_ids=columns["input_ids"],
-                position_ids=columns["position_ids"],
-                logits_to_keep=columns["logits_to_keep"],
-                use_cache=False,
-                ragkv_rows=RowMask(columns),
-            ).logits[0]
+            return model.module(**read, use_cache=False, ragkv_rows=RowMask(columns))
     finally:
         model.module.set_attn_implementation("ragkv")
-    return logits.float()
+
+
+def row_logits(model, rows):
+    """Logits of the first row's last columns, with the other rows in the batch."""
+    return outputs(model, collate(rows)).logits[0].float()
 
 
 CASES = [
@@ -114,6 +112,17 @@ def test_only_the_answer_is_learnt(make_model):
     assert [ids[-1] in model.eos_ids for ids in learnt] == [True, True]
     assert columns["labels"].shape[1] == columns["logits_to_keep"] == len(learnt[0]) + 1
     assert columns["input_ids"][:, -1].tolist() == columns["labels"][:, -1].tolist()
+
+
+def test_the_loss_needs_no_logits_between_answers(make_model):
+    model = make_model("llama")
+    others = {"questions": [{"prompt": word, "response": word[:2]} for word in ("Ann?", "Who was it?", "Bo?")]}
+    several = tokenise(model, [parse_example(json.dumps({"blocks": ["Ann."]} | others), "f, line 1", PROMPT)])[0]
+    columns = collate([lay_out(several, block=True), lay_out(parts_of(model), block=False)])
+    fewer = columns | learnt(columns)
+    assert len(fewer["logits_to_keep"]) < columns["logits_to_keep"] * 2 / 3
+    losses = [outputs(model, each, "labels").loss for each in (columns, fewer)]
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 def test_a_template_without_a_system_role_is_answered_after_its_folded_prefix(make_model, monkeypatch):

@@ -4,8 +4,7 @@ mkdir debs && cd debs
 apt-get download gnome-user-docs gnucash-docs installation-guide-amd64 apache2-doc git-doc aptitude-doc-en \
     postgresql-doc-15 debian-policy valgrind
 for package in *.deb; do dpkg-deb -x $package ../unpacked; done
-python -m ragkv.benchmarks.training.smollm2.adapter data unpacked build/smollm2 --rounds 3
-ragkv finetune block ...                                         # README.md
+python -m ragkv.benchmarks.training.smollm2.adapter train unpacked build/smollm2  # again: goes on where it stopped
 python -m ragkv.benchmarks.training.smollm2.adapter bundle build/smollm2/tuned  # in bfloat16: 10 MB
 
 The data are `train.jsonl` and `heldout.jsonl`, lines of several questions about the same passages (docs/finetune.md).
@@ -159,7 +158,7 @@ def written(passages: dict[str, str]) -> Iterator[PassageSource]:
 
 def cut(rng: random.Random, title: str, text: str) -> list[str]:
     """A document in chunks like those of an ingest: cut at headings and paragraphs, up to a length."""
-    most = rng.choice((400, 600, 900, 1200))
+    most = rng.choice((500, 800, 1100, 1100))
     chunks: list[str] = []
     held = ""
     for block in text.strip().split("\n\n"):
@@ -219,7 +218,7 @@ def worlds(rng: random.Random, count: int) -> Iterator[PassageSource]:
 
 
 def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each source: a few of its passages among others of the same kind, with up to twelve questions.
+    """A row for each source: a few of its passages among others of the same kind, with up to twenty questions.
 
     In a quarter of the rows one of these passages is missing, and up to three questions ask what it answers.
     """
@@ -227,11 +226,11 @@ def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[
     for source in sources:
         held = [(text, some) for text, some in source.passages if some]
         rng.shuffle(held)
-        held = held[: rng.choice((1, 2, 2, 3))]
+        held = held[: rng.choice((1, 2, 2, 3, 3))]
         lost = held.pop()[1] if len(held) > 1 and rng.random() < 0.25 else ()
         texts = [text for text, _ in held]
         asked = [question for _, some in held for question in some]
-        asked = rng.sample(asked, min(len(asked), 8))
+        asked = rng.sample(asked, min(len(asked), 10))
         open_ = rng.sample(lost, min(len(lost), 3))
         open_ += rng.sample(source.unanswered, min(len(source.unanswered), rng.choice((1, 1, 2))))
         if rng.random() < 0.3:
@@ -250,17 +249,18 @@ def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[
         if not asked:
             continue
         rng.shuffle(texts)
-        answered = [(way, question.answer) for question in asked for way in question.wordings(rng, 2)]
-        answered = rng.sample(answered, min(len(answered), 12))
+        answered = [(way, question.answer) for question in asked for way in question.wordings(rng, 3)]
+        answered = rng.sample(answered, min(len(answered), 16))
+        open_ = rng.sample(open_, min(len(open_), max(1, len(answered) // 5)))  # a sixth of all questions
         pairs = [*answered, *((way, UNKNOWN) for question in open_ for way in question.wordings(rng, 1))]
         rng.shuffle(pairs)
         yield {"questions": [{"prompt": ask, "response": answer} for ask, answer in pairs], "blocks": texts}
 
 
-def joined(rng: random.Random, sources: Sequence[PassageSource]) -> list[PassageSource]:
-    """Three sources each as one, since a passage of the packages has only a few questions."""
+def joined(rng: random.Random, sources: Sequence[PassageSource], count: int) -> list[PassageSource]:
+    """`count` sources each as one, since a passage has only a few questions."""
     mixed = rng.sample(sources, len(sources))
-    groups = [mixed[start : start + 3] for start in range(0, len(mixed), 3)]
+    groups = [mixed[start : start + count] for start in range(0, len(mixed), count)]
     return [
         PassageSource(
             tuple(held for one in group for held in one.passages), tuple(q for one in group for q in one.unanswered)
@@ -281,13 +281,15 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     prose = [rng.choice(texts) for texts in by_kind * 150 * rounds]
     train: list[dict[str, Any]] = []
     heldout: list[dict[str, Any]] = []
-    for sources, times in ((real, 3 * rounds), (own, 3 * rounds), (invented, 1)):
+    for sources, times in ((real, 3 * rounds), (own, 6 * rounds), (invented, 1)):
         for _ in range(times):
             cut_anew = list(documents(rng)) if sources is own else sources
             learned = [source for number, source in enumerate(cut_anew) if number % HELDOUT]
             pool = [text for source in learned for text, _ in source.passages]
             if sources is real:
-                pool, learned = [*prose, *pool], joined(rng, learned)
+                pool, learned = [*prose, *pool], joined(rng, learned, 3)
+            elif sources is own:
+                learned = joined(rng, learned, 2)
             train += rows(rng, learned, pool)
         held = sources[::HELDOUT]
         pool = [text for source in held for text, _ in source.passages]
@@ -298,6 +300,33 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (output / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{name}: {len(lines)} rows, {sum(len(line['questions']) for line in lines)} questions")
+
+
+def train(unpacked: Path, output: Path, rounds: int, steps: int | None) -> None:
+    """Make the data unless they are there, and train the bundled adapter on; a stopped run is resumed."""
+    import torch
+
+    from ragkv.finetune.block import finetune_block
+    from ragkv.finetune.config import BlockTuneConfig
+
+    if not (output / "train.jsonl").exists():
+        make_data(unpacked, output, rounds)
+    gpu = torch.cuda.is_available()
+    config = BlockTuneConfig(
+        model="smollm2-plain",
+        adapter=smollm2_adapter_path(),
+        data=output / "train.jsonl",
+        eval_data=output / "heldout.jsonl" if gpu else None,
+        output=output / "tuned",
+        steps=steps,
+        batch=16 if gpu else 1,
+        gradient_accumulation=1 if gpu else 4,
+        learning_rate=6e-4,
+        over="prefixed",
+        dtype="bfloat16",
+        checkpoint_every=50 if gpu else 10,
+    )
+    finetune_block(config, on_progress=lambda figures: print(json.dumps(figures), flush=True))
 
 
 def bundle(tuned: Path) -> None:
@@ -323,11 +352,16 @@ def bundle(tuned: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The training data of smollm2's adapter, and its bundling.")
     commands = parser.add_subparsers(required=True)
-    data = commands.add_parser("data", help="write train.jsonl and heldout.jsonl")
-    data.add_argument("unpacked", type=Path, help="folder of the unpacked packages")
-    data.add_argument("output", type=Path)
-    data.add_argument("--rounds", type=int, default=1, help="each asks about all passages beside others (default 1)")
-    data.set_defaults(run=make_data)
+    for name, run, purpose in (
+        ("data", make_data, "write train.jsonl and heldout.jsonl"),
+        ("train", train, "write them if they are missing, and train the bundled adapter on"),
+    ):
+        command = commands.add_parser(name, help=purpose)
+        command.add_argument("unpacked", type=Path, help="folder of the unpacked packages")
+        command.add_argument("output", type=Path)
+        command.add_argument("--rounds", type=int, default=3, help="each asks about all passages beside others (3)")
+        command.set_defaults(run=run)
+    command.add_argument("--steps", type=int, help="steps of 16 rows on a GPU, 4 on a processor (default: all rows)")
     put = commands.add_parser("bundle", help="put a tuned adapter into the package")
     put.add_argument("tuned", type=Path, help="the output folder of ragkv finetune block")
     put.set_defaults(run=bundle)
