@@ -117,6 +117,7 @@ VARIABLES: Mapping[str, str] = {
     **{name: f"RAGKV_{name.upper()}" for name in ("index", "device", "model", "dtype", "engines", "chunk_tokens")},
     **{name: f"RAGKV_{name.upper()}" for name in ("codec", "embedder", "reranker", "top_k")},
     "default_engine": "RAGKV_ENGINE",
+    "executor": "RAGKV_RUNTIME",
 }
 """Environment variable of each setting that has one."""
 

@@ -104,8 +104,8 @@ def context_material(
     that cannot be read.
     """
     from ragkv.index.create import new_config
+    from ragkv.index.index import load_language_model
     from ragkv.index.ingestion import default_model
-    from ragkv.model.self_check import load_model
 
     user = UserFile.read(user_file())
     texts = _texts(paths, user.settings.get("ingest", IngestConfig()), quiet=quiet)
@@ -120,7 +120,7 @@ def context_material(
     config = new_config(chosen)
     if not named and not quiet:
         note(MINI_NOTE if config.model == "mini" else SMOLLM2_NOTE)
-    return load_model(config.model, dtype=config.dtype, device=device), texts, config
+    return load_language_model(config, device), texts, config
 
 
 def _texts(paths: Sequence[Path], settings: IngestConfig, *, quiet: bool) -> list[tuple[str, str]]:

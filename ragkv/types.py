@@ -61,6 +61,9 @@ class Capability(StrEnum):
     MOVE = "move"
     """A chunk is read at another position than the one at which it was encoded."""
 
+    TENSORS = "be read as tensors"
+    """An engine cuts or overwrites the keys and values of a chunk; they are no opaque state."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:

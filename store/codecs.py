@@ -117,8 +117,8 @@ class Codec(ABC):
     that every question reads the same numbers. Rounding must be idempotent."""
 
     def suited(self, dtype: DType) -> Codec:
-        """The codec for a record of keys and values of this type, which the record names."""
-        return self
+        """The codec for a record of keys and values of this type, which the record names; bytes (uint8) stay exact."""
+        return self.lossless() if dtype == "uint8" else self
 
     def most_bytes(self, shape: KVShape, tokens: int) -> int:
         """An upper estimate of the bytes of a record of this many tokens, for a budget."""

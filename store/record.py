@@ -124,7 +124,8 @@ def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
     return tuple(np.frombuffer(packed, dtype="<u4").tolist())
 
 
-DTYPE_CODES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
+DTYPE_CODES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32", 9: "uint8"}
+"""Types of keys and values. Those of another runtime are bytes (uint8)."""
 STATE_DTYPES: Mapping[int, DType] = {
     **DTYPE_CODES,
     4: "float64",
@@ -132,7 +133,6 @@ STATE_DTYPES: Mapping[int, DType] = {
     6: "int16",
     7: "int32",
     8: "int64",
-    9: "uint8",
     10: "bool",
 }
 _WIDEST = 1 << 16

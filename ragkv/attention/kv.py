@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention import varlen
+from ragkv.errors import UnsupportedModelError
 from ragkv.types import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
@@ -177,11 +178,14 @@ class ChunkKV:
     def head(self, tokens: int) -> ChunkKV:
         """The first `tokens` tokens as views. KV is causal, so they do not depend on what follows.
 
-        Returns the same object each time, so that one call reads it for all sequences that see it. ValueError if the
-        chunk has states, which belong to the last token.
+        Returns the same object each time, so that one call reads it for all sequences that see it.
+        UnsupportedModelError if the chunk has states, which belong to the last token.
         """
         if self.states and tokens != self.tokens:
-            raise ValueError("states of the first tokens of a chunk are not kept")
+            raise UnsupportedModelError(
+                "The first tokens of this model's chunk KV cannot be read alone; set the sink to \"prefix\" or \"none\" "
+                "under [tuning.block] in ragkv.toml."
+            )
         if tokens not in self._heads:
             head = ChunkKV(
                 keys=_each(self.keys, lambda key: key[:, :tokens]),

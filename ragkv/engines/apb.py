@@ -64,7 +64,7 @@ class APB(Engine):
     encoding = Encoding.PREFIXED
     Config = APBConfig
     whole_documents = True
-    needs = frozenset({Capability.MERGE, Capability.MOVE})
+    needs = frozenset(Capability)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         chunks = self._placed(request)

@@ -268,8 +268,10 @@ class Engine(ABC):
 
     @property
     def all_needs(self) -> frozenset[Capability]:
-        """`needs`, plus MOVE for chunks that were encoded behind others of their document."""
-        return self.needs | {Capability.MOVE} if self.reads is Encoding.CONTEXT else self.needs
+        """`needs`, plus those of chunks that were encoded behind others of their document and cut out of their KV."""
+        if self.reads is Encoding.CONTEXT:
+            return self.needs | {Capability.MOVE, Capability.TENSORS}
+        return self.needs
 
     def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None if there is none."""

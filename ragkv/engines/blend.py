@@ -150,7 +150,7 @@ class Blend(Engine):
     def encoding(self) -> Encoding:
         return Encoding(self.config.over)
 
-    needs = frozenset({Capability.MERGE, Capability.MOVE})
+    needs = frozenset(Capability)
 
     def charge(self, request: Request, model: ModelFacts) -> float | None:
         context = self._context(request, model)

@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import (
     CONFIG_FILE,
+    LLAMA_CPP,
     MODELS,
     NEW_CONFIG_FILE,
     IndexConfig,
@@ -25,7 +27,7 @@ from ragkv.config import (
 )
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
 from ragkv.index.index import Index, check_names, load_models, retrieval_defaults, validate_vectors
-from ragkv.model.checkpoint import MINI, lasting, resolve
+from ragkv.model.checkpoint import MINI, SMOLLM2, SMOLLM2_PLAIN, Checkpoint, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
 from ragkv.types import Capability
@@ -183,6 +185,8 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if isinstance(engines, list | tuple) and engines and defaults["default_engine"] not in engines:
         defaults["default_engine"] = engines[0]
     defaults |= {name: recommended[name] for name in ("chunk_tokens", "top_k") if name in recommended}
+    if checkpoint is not None and _by_llama_cpp(checkpoint, settings):
+        defaults["executor"] = LLAMA_CPP
     config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
     if checkpoint is None:
         return config
@@ -191,6 +195,22 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if checkpoint.block_over != "standalone" and block.get("preset") != "no-positions":
         tuning = {**tuning, "block": {"over": checkpoint.block_over, **block}}
     return replace(config, prompt=checkpoint.tuned_words(config.prompt), tuning=tuning)
+
+
+_LLAMA_CPP_ENGINES = frozenset({"full", "single", "block", "pced", "ape", "ippd"})
+
+
+def _by_llama_cpp(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> bool:
+    """Whether a new index runs its model by llama.cpp unless it says otherwise: a GGUF file and settings that it has."""
+    if checkpoint.file is None or checkpoint.name in (SMOLLM2, SMOLLM2_PLAIN) or not find_spec("llama_cpp"):
+        return False
+    engines = {*settings.get("engines", ()), settings.get("default_engine", "full")}
+    return (
+        settings.get("dtype", "auto") == "auto"
+        and settings.get("codec", "half") in ("half", "raw", "zstd", "q8")
+        and engines <= _LLAMA_CPP_ENGINES
+        and not settings.get("encoding")
+    )
 
 
 def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageModel) -> IndexConfig:
@@ -202,10 +222,11 @@ def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageMo
     from ragkv.engines.base import supported_or
 
     context = config.encoding.context
-    if context and Capability.MOVE in model.missing_capabilities:
+    missing = model.missing_capabilities
+    if context and (why := missing.get(Capability.MOVE) or missing.get(Capability.TENSORS)):
         raise UnsupportedModelError(
-            f"[encoding] context = {context} does not fit model {model.checkpoint.name!r}: "
-            f"{model.missing_capabilities[Capability.MOVE]}; leave it out, or use another model."
+            f"[encoding] context = {context} does not fit model {model.checkpoint.name!r}: {why}; leave it out, or use "
+            "another model."
         )
     names = (*config.engines, config.default_engine)
     engines = {name: make_engine(name, config.tuning, context=context) for name in names}

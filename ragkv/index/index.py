@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ragkv.config import MODES, NEEDED, NONE, VECTORS, IndexConfig, Mode, RuntimeConfig, byte_count, load_config
+from ragkv.config import LLAMA_CPP, MODES, NEEDED, NONE, VECTORS, IndexConfig, Mode, RuntimeConfig, byte_count, load_config
 from ragkv.errors import (
     AnswerInterruptedError,
     ConfigError,
@@ -339,10 +339,30 @@ def load_models(config: IndexConfig, device: str | None) -> tuple[LanguageModel,
 
     Raises the ModelLoadError or UnsupportedModelError of the first that cannot be loaded.
     """
+    embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)
+    return load_language_model(config, device), embedder, reranker
+
+
+def load_language_model(config: IndexConfig, device: str | None) -> LanguageModel:
+    """The model of an index, by its runtime. ModelLoadError or UnsupportedModelError if it cannot be loaded."""
+    if config.executor == LLAMA_CPP:
+        from ragkv.runtime import llama_cpp_executor
+
+        model = llama_cpp_executor.load(resolve(config.model), dtype=config.dtype, device=device, codec=config.codec)
+        return cast("LanguageModel", model)
     from ragkv.model.self_check import load_model
 
-    embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)
-    return load_model(config.model, dtype=config.dtype, device=device), embedder, reranker
+    return load_model(config.model, dtype=config.dtype, device=device)
+
+
+def fingerprint_of(config: IndexConfig, device: str | None, revision: Callable[[], str | None]) -> str:
+    """The model's fingerprint; a local checkpoint is hashed without loading it. `revision` loads one from the hub."""
+    checkpoint = resolve(config.model)
+    if config.executor == LLAMA_CPP:
+        from ragkv.runtime import llama_cpp_executor
+
+        return llama_cpp_executor.fingerprint(checkpoint, dtype=config.dtype, device=device, codec=config.codec)
+    return checkpoint.fingerprint(config.dtype, None if checkpoint.local else revision(), device=device)
 
 
 MEMORY_VARIABLE = "RAGKV_MEMORY_BUDGET"
@@ -626,18 +646,17 @@ class Index:
     @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and self-checked."""
-        from ragkv.model.self_check import load_model
-
         with self._lock:
             if self._model is None:
                 started = time.perf_counter()
-                self._model = load_model(self.config.model, dtype=self.config.dtype, device=self.device)
+                self._model = load_language_model(self.config, self.device)
                 logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
             return self._model
 
     def share_model(self, other: Index) -> None:
         """Use the model loaded by another index if this index has the same one."""
-        asked = [(index.config.model, index.config.dtype, index.device) for index in (self, other)]
+        asked = [(c.model, c.dtype, c.executor, c.codec * (c.executor == LLAMA_CPP)) for c in (self.config, other.config)]
+        asked = [(*settings, index.device) for settings, index in zip(asked, (self, other), strict=True)]
         if asked[0] != asked[1] or other.loaded_model is None:
             return
         if not resolve(self.config.model).local or self.fingerprint == other.fingerprint:
@@ -712,9 +731,7 @@ class Index:
     @cached_property
     def fingerprint(self) -> str:
         """The model's current fingerprint; a local checkpoint is hashed without loading it."""
-        checkpoint = resolve(self.config.model)
-        revision = None if checkpoint.local else self.model.revision
-        return checkpoint.fingerprint(self.config.dtype, revision, device=self.device)
+        return fingerprint_of(self.config, self.device, lambda: self.model.revision)
 
     @cached_property
     def prompt(self) -> Prompt:

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
     from ragkv.retrievers import Embedder
 
-_BUILT_WITH = ("model", "dtype", "chunk_tokens", "codec", "engines", "embedder", "vectors", "prompt", "encoding")
+_BUILT_WITH = (
+    *("model", "dtype", "executor", "chunk_tokens", "codec"),
+    *("engines", "embedder", "vectors", "prompt", "encoding"),
+)
 """The settings that determine what an ingest stores for a document."""
 
 

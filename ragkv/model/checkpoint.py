@@ -166,8 +166,11 @@ class Checkpoint:
         regime = "" if packed is None else f":{packed.regime}"
         if dtype == "int8":
             regime += f":{int8_levels()}"
-        facts = f"{self.digest(revision)}:{self.picked(dtype, place, revision)}:{version}{regime}"
-        return hashlib.sha256(facts.encode()).hexdigest()
+        return self.fingerprint_of(f"{self.picked(dtype, place, revision)}:{version}{regime}", revision)
+
+    def fingerprint_of(self, regime: str, revision: str | None = None) -> str:
+        """The identity of the model as it is run by `regime`, all else that changes numbers."""
+        return hashlib.sha256(f"{self.digest(revision)}:{regime}".encode()).hexdigest()
 
     def picked(self, dtype: str, device: torch.device, revision: str | None = None) -> str:
         """The dtype that an option selects on a device.

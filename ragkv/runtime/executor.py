@@ -35,16 +35,15 @@ class ExecutorTraits:
     """What an executor can do.
 
     `serves`: the engines' needs that it meets for every model that it accepts (MERGE: it joins independent chunks;
-    MOVE: it moves them). `weighs`: chunk groups with a temperature or a
-    scale. `copies`: chunks as own KV that the engine overwrites (`Join`). At most `max_sequences` run at a time; None:
-    any number. `device` is where its logits are.
+    MOVE: it moves them; TENSORS: it copies them to own KV that the engine overwrites, `Join`). `weighs`: chunk groups
+    with a temperature or a scale. At most `max_sequences` run at a time; None: any number. `device` is where its logits
+    are.
     """
 
     name: str
     device: torch.device
     serves: frozenset[Capability] = frozenset(Capability)
     weighs: bool = True
-    copies: bool = True
     max_sequences: int | None = None
 
 
@@ -98,7 +97,7 @@ def require_served(engine: Engine, executor: Executor) -> None:
     if missing := sorted(engine.all_needs - executor.traits.serves):
         raise UnsupportedModelError(
             f"Engine {engine.name!r} needs chunks that can {' and '.join(missing)}, which {executor.traits.name} does "
-            "not have; use engine 'full'."
+            f"not have; use engine {'full' if Capability.MERGE in missing else 'block'!r}."
         )
 
 

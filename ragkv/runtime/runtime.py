@@ -198,7 +198,7 @@ class Runtime:
 
     At most `batch_tokens` tokens are in one step and `max_sequences` sequences run at a time; by default, both follow
     from the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. `executor` makes what runs
-    the model; it must not keep the model alive.
+    the model, by default `model.executor`, else `BatchExecutor`; it must not keep the model alive.
     """
 
     def __init__(
@@ -210,11 +210,11 @@ class Runtime:
         own_tokens: int = 1 << 20,
         budget: int = 8 << 30,
         strict: bool = False,
-        executor: Callable[[Any], Executor] = BatchExecutor,
+        executor: Callable[[Any], Executor] | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak: the model holds its runtime
-        self._make_executor = executor
-        self.executor = executor(model)
+        self._make_executor = executor or getattr(type(model), "executor", BatchExecutor)
+        self.executor = self._make_executor(model)
         self.pool = KVPool(budget)
         if (most := self.executor.traits.max_sequences) is not None:
             max_sequences = min(max_sequences, most)

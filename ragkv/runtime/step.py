@@ -319,10 +319,6 @@ class Stepper:
             self._end(job, error)
 
     def _copied(self, job: Job, join: Join) -> Any:
-        if not self._executor.traits.copies:
-            raise UnsupportedModelError(
-                f"{self._executor.traits.name} cannot overwrite the KV of chunks; use engine 'block'."
-            )
         return self._executor.copied(join.segments, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
 
     def _prepare(self, job: Job, forward: Forward) -> None:

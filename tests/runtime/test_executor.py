@@ -58,7 +58,6 @@ class Stated:
         device=torch.device("cpu"),
         serves=frozenset({Capability.MERGE, Capability.MOVE}),
         weighs=False,
-        copies=False,
         max_sequences=2,
     )
 
@@ -221,7 +220,7 @@ def test_what_an_executor_cannot_do_is_refused_by_name(make_model):
     blend = make_engine("blend", {})
     for engine, reason in (
         (ape, "the stated executor cannot weigh chunks against the question"),
-        (blend, "the stated executor cannot overwrite the KV of chunks"),
+        (blend, "needs chunks that can be read as tensors"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             _answers(runtime, engine, [_stated_request(model, engine)])

@@ -1,0 +1,254 @@
+"""llama.cpp as the executor: a GGUF file's own weights, chunk KV as opaque states, and one batch for all sequences.
+
+Chunk KV is a `ChunkKV` of bytes (`uint8`), so the store keeps, checks, evicts and shares it as any other: the state of
+llama.cpp in runs of equally many bytes per token, and the rest of it as a state of the last layer.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk, State
+from ragkv.attention.sequence import TokenSequence
+from ragkv.config import LLAMA_CPP
+from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from ragkv.model.gguf_tokenizer import GgufTokenizer
+from ragkv.model.llama_cpp import LlamaContext, LlamaFile, Settings, Slot, StateForm, checked, device_of
+from ragkv.model.prompt import Tokens
+from ragkv.runtime.executor import ExecutorTraits
+from ragkv.types import Capability, KVShape, LayerShape, StateShape
+from ragkv.util import batches
+
+if TYPE_CHECKING:
+    from ragkv.model.checkpoint import Checkpoint
+
+T = TypeVar("T")
+
+_ENCODE_TOKENS = 512
+_RUN = 1 << 15
+"""Bytes per token of a run."""
+_REST = "llama.cpp"
+_TYPES: Mapping[str, str] = {"half": "f16", "raw": "f16", "zstd": "f16", "q8": "q8_0"}
+"""`codec` of an index -> llama.cpp's type of KV."""
+
+
+def settings_for(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> Settings:
+    """How an index's settings load a GGUF file. ConfigError for those that llama.cpp has not."""
+    if checkpoint.file is None:
+        raise ConfigError(
+            f"The runtime llama-cpp runs GGUF files, and model {checkpoint.name!r} is none; give a .gguf file, or use "
+            "--runtime transformers."
+        )
+    if dtype != "auto":
+        raise ConfigError(
+            f"The runtime llama-cpp computes with the weights of the file as they are, not in {dtype}; leave --dtype "
+            "out, or use --runtime transformers."
+        )
+    if codec not in _TYPES:
+        raise ConfigError(
+            f"The runtime llama-cpp stores KV of 16 or 8 bits (--codec half, zstd or q8), not as {codec}; choose one "
+            "of these, or use --runtime transformers."
+        )
+    if checkpoint.adapter is not None:
+        raise ConfigError(
+            f"The runtime llama-cpp runs model {checkpoint.name!r} without its adapter; use smollm2-plain, or "
+            "--runtime transformers."
+        )
+    return Settings(kv_type=_TYPES[codec], device=device_of(device))
+
+
+def fingerprint(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> str:
+    """The identity of a model in KV keys: its file, llama.cpp's build, and what changes the states."""
+    regime = settings_for(checkpoint, dtype=dtype, device=device, codec=codec).regime
+    return checkpoint.fingerprint_of(regime)
+
+
+def load(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> LlamaCppModel:
+    """The model in a GGUF file, once a process of its own has tried it. Raises as `load_model`."""
+    settings = settings_for(checkpoint, dtype=dtype, device=device, codec=codec)
+    path = Path(checkpoint.location, str(checkpoint.file))
+    verdict = checked(path, settings, checkpoint.name)
+    missing = {Capability(need): why for need, why in verdict.missing.items()}
+    missing[Capability.TENSORS] = "llama.cpp keeps a chunk's KV as a state that only it reads"
+    return LlamaCppModel(checkpoint, LlamaFile(path, settings), verdict.form, missing)
+
+
+class LlamaCppModel:
+    """A model that llama.cpp runs: what engines, index and runtime read of it, as of a `LanguageModel`."""
+
+    joins = True
+    int8 = False
+    moves_within = None
+    revision = None
+    shared: Mapping[int, int] = {}
+    device = place = torch.device("cpu")
+
+    def __init__(
+        self, checkpoint: Checkpoint, file: LlamaFile, form: StateForm, missing: Mapping[Capability, str]
+    ) -> None:
+        self.checkpoint, self.file, self.form, self.missing_capabilities = checkpoint, file, form, missing
+        tokenizer = GgufTokenizer(file)
+        self.tokens = Tokens(tokenizer)
+        self.eos_ids = tokenizer.end_ids
+        self.max_positions: int | None = file.max_positions
+        self.parameters = file.parameters
+        self.windows = [file.window] if file.window else []
+        self.config = SimpleNamespace(vocab_size=file.vocab_size, hidden_size=file.hidden, model_type=file.family)
+        self.dtype = torch.float16 if file.settings.kv_type == "f16" else torch.int8
+        self.precision = file.description
+        widths = [_RUN] * (form.each // _RUN) + [form.each % _RUN] * bool(form.each % _RUN)
+        self.kv_shape = KVShape(
+            "uint8",
+            tuple(LayerShape(1, width, 0) for width in widths),
+            (StateShape(len(widths) - 1, _REST, "uint8", (form.fixed,)),),
+        )
+        self.context = LlamaContext(file, threads=torch.get_num_threads(), bytes_of=bytes_of)
+        self._companions: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+
+    def executor(self) -> LlamaCppExecutor:
+        """What the runtime runs it by."""
+        return LlamaCppExecutor(self)
+
+    def companion(self, kind: Callable[[Any], T], make: Callable[[Any], T] | None = None) -> T:
+        """As of a `LanguageModel`."""
+        with self._lock:
+            if kind not in self._companions:
+                self._companions[kind] = (make or kind)(self)
+            result: T = self._companions[kind]
+            return result
+
+    def require_positions(self, last: int) -> None:
+        """PromptTooLongError for a prompt that is longer than the model's positions."""
+        if self.max_positions is not None and last > self.max_positions:
+            raise PromptTooLongError(
+                f"The prompt needs {last} positions but model {self.checkpoint.name!r} has {self.max_positions}; lower "
+                "--top-k or ask a shorter question."
+            )
+
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]:
+        """Chunk KV of token ids, each alone or after `prefix`."""
+        return list(self.encode_each(chunks, prefix=prefix))
+
+    def encode_each(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> Iterator[ChunkKV]:
+        """As `encode`, one at a time and in the order given."""
+        start = 0 if prefix is None else prefix.tokens
+        seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
+        executor = self.executor()
+        for batch in batches(chunks, len, _ENCODE_TOKENS):
+            self.require_positions(start + max(map(len, batch)))
+            sequences = [TokenSequence.for_kv(seen, position=start) for _ in batch]
+            try:
+                executor.forward(sequences, batch)
+                for sequence in sequences:
+                    yield executor.chunk_kv(sequence, encoded_at=start)
+            finally:
+                executor.release(sequences)
+
+    def kv_of(self, state: NDArray[np.uint8], tokens: int, encoded_at: int) -> ChunkKV:
+        """A state as chunk KV: views of its bytes."""
+        whole, keys, at = torch.from_numpy(state), [], 0
+        if state.nbytes != self.form.nbytes(tokens):
+            raise UnsupportedModelError(
+                f"llama.cpp's state of {tokens} tokens has {state.nbytes} bytes, not {self.form.nbytes(tokens)}."
+            )
+        for _, width, _ in self.kv_shape.layers:
+            keys.append(whole[at : at + tokens * width].view(1, tokens, width))
+            at += tokens * width
+        return ChunkKV(
+            keys=tuple(keys),
+            values=tuple(key[..., :0] for key in keys),
+            encoded_at=encoded_at,
+            states=(State(len(keys) - 1, _REST, whole[at:]),),
+        )
+
+
+def bytes_of(kv: ChunkKV) -> NDArray[np.uint8]:
+    """The state that a chunk KV holds; a view if its parts lie one after another, as they do in a record."""
+    parts = [tensor.reshape(-1) for tensor in (*kv.keys, *(state.value for state in kv.states))]
+    first, at = parts[0], 0
+    for part in parts:
+        if part.data_ptr() != first.data_ptr() + at:
+            return np.concatenate([each.numpy() for each in parts])
+        at += part.numel()
+    whole: NDArray[np.uint8] = np.ctypeslib.as_array(
+        np.ctypeslib.ctypes.cast(first.data_ptr(), np.ctypeslib.ctypes.POINTER(np.ctypeslib.ctypes.c_uint8)), (at,)
+    )
+    return whole
+
+
+class LlamaCppExecutor:
+    """`Executor` over a `LlamaCppModel`, which it does not keep alive."""
+
+    def __init__(self, model: LlamaCppModel) -> None:
+        self._model = weakref.ref(model)
+        self._context = model.context
+        self.traits = ExecutorTraits(
+            name=LLAMA_CPP,
+            device=torch.device("cpu"),
+            serves=frozenset({Capability.MERGE, Capability.MOVE}),
+            weighs=False,
+            max_sequences=model.context.sequences * 3 // 4,
+        )
+
+    @property
+    def model(self) -> LlamaCppModel:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the runtime's model has been freed: keep a reference to it while it is in use")
+        return model
+
+    def generation(self) -> int:
+        return 0
+
+    def reserve(
+        self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], *, answer: int, running: int
+    ) -> None:
+        last = max(max(sequence.places(len(some))) for sequence, some in zip(sequences, ids, strict=True))
+        self.model.require_positions(last + 1)
+        for sequence in sequences:
+            if not isinstance(sequence.cache, Slot):
+                reserve = answer if sequence.cache.reserve else 0
+                sequence.cache = Slot(self._context, start=sequence.position, reserve=reserve)  # type: ignore[assignment]
+
+    def lay_out(
+        self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], active: Sequence[TokenSequence]
+    ) -> None:
+        """llama.cpp reads joined chunks in place."""
+
+    def forward(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        work = []
+        for sequence, some in zip(sequences, ids, strict=True):
+            if not isinstance(sequence.cache, Slot):
+                sequence.cache = Slot(self._context, start=sequence.position)  # type: ignore[assignment]
+            work.append((sequence.cache, some, sequence.kept(len(some)), sequence.segments))
+        rows = self._context.read(work)
+        for sequence, some in zip(sequences, ids, strict=True):
+            sequence.position += len(some)
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, 0))
+
+    def copied(self, chunks: Sequence[PlacedChunk], *, reserve: int) -> Any:
+        raise AssertionError("the runtime has read `serves`")
+
+    def chunk_kv(self, sequence: TokenSequence, *, encoded_at: int) -> ChunkKV:
+        slot = sequence.cache
+        assert isinstance(slot, Slot)
+        return self.model.kv_of(self._context.state(slot), slot.length, encoded_at)
+
+    def release(self, sequences: Sequence[TokenSequence]) -> None:
+        for sequence in sequences:
+            if isinstance(sequence.cache, Slot):
+                self._context.release(sequence.cache)
+
+    def request_ended(self) -> None:
+        """The cells of dropped sequences are taken back before the next pass."""
