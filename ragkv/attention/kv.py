@@ -183,7 +183,7 @@ class ChunkKV:
         """
         if self.states and tokens != self.tokens:
             raise UnsupportedModelError(
-                "The first tokens of this model's chunk KV cannot be read alone; set the sink to \"prefix\" or \"none\" "
+                'The first tokens of this model\'s chunk KV cannot be read alone; set the sink to "prefix" or "none" '
                 "under [tuning.block] in ragkv.toml."
             )
         if tokens not in self._heads:

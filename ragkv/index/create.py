@@ -201,7 +201,7 @@ _LLAMA_CPP_ENGINES = frozenset({"full", "single", "block", "pced", "ape", "ippd"
 
 
 def _by_llama_cpp(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> bool:
-    """Whether a new index runs its model by llama.cpp unless it says otherwise: a GGUF file and settings that it has."""
+    """Whether llama.cpp is the default for a new index: it is there, and has all that the settings ask for."""
     if checkpoint.file is None or checkpoint.name in (SMOLLM2, SMOLLM2_PLAIN) or not find_spec("llama_cpp"):
         return False
     engines = {*settings.get("engines", ()), settings.get("default_engine", "full")}

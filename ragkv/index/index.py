@@ -25,7 +25,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ragkv.config import LLAMA_CPP, MODES, NEEDED, NONE, VECTORS, IndexConfig, Mode, RuntimeConfig, byte_count, load_config
+from ragkv.config import (
+    LLAMA_CPP,
+    MODES,
+    NEEDED,
+    NONE,
+    VECTORS,
+    IndexConfig,
+    Mode,
+    RuntimeConfig,
+    byte_count,
+    load_config,
+)
 from ragkv.errors import (
     AnswerInterruptedError,
     ConfigError,
@@ -655,8 +666,11 @@ class Index:
 
     def share_model(self, other: Index) -> None:
         """Use the model loaded by another index if this index has the same one."""
-        asked = [(c.model, c.dtype, c.executor, c.codec * (c.executor == LLAMA_CPP)) for c in (self.config, other.config)]
-        asked = [(*settings, index.device) for settings, index in zip(asked, (self, other), strict=True)]
+        asked = [
+            (each.model, each.dtype, each.executor, each.codec if each.executor == LLAMA_CPP else "", index.device)
+            for index in (self, other)
+            for each in (index.config,)
+        ]
         if asked[0] != asked[1] or other.loaded_model is None:
             return
         if not resolve(self.config.model).local or self.fingerprint == other.fingerprint:
@@ -732,6 +746,13 @@ class Index:
     def fingerprint(self) -> str:
         """The model's current fingerprint; a local checkpoint is hashed without loading it."""
         return fingerprint_of(self.config, self.device, lambda: self.model.revision)
+
+    @cached_property
+    def cut_by(self) -> str:
+        """The fingerprint of what cuts texts into tokens, which another build of llama.cpp does in the same way."""
+        if self.config.executor == LLAMA_CPP:
+            return resolve(self.config.model).fingerprint_of(LLAMA_CPP)
+        return self.fingerprint
 
     @cached_property
     def prompt(self) -> Prompt:
@@ -852,7 +873,7 @@ class Index:
 
         While documents of another model or embedder remain, the old names stay.
         """
-        makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
+        makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.cut_by}}
         if (embedder := self.encoders.fingerprint) is not None:
             name = self.config.embedder
             makers[EMBEDDER] = {"name": name, "fingerprint": embedder, "stamp": embedder_stamp(name)}
@@ -874,7 +895,7 @@ class Index:
         tokens.
         """
         made = read_metadata(self.store, "model")
-        if made is not None and made["fingerprint"] != self.fingerprint:
+        if made is not None and made["fingerprint"] != self.cut_by:
             raise KVMismatchError(
                 f"The index at {self.folder} was made by another version of model {self.config.model!r} than the one "
                 "there now; run ragkv ingest on all of its documents again, or put the model back."

@@ -357,6 +357,8 @@ class IndexMaintenance:
             # If the KV comes from several models, "unknown" makes every question refuse the index.
             models = store.maintenance.models()
             fingerprint = models.pop() if len(models) == 1 else "unknown"
+            if fingerprint == index.fingerprint:
+                fingerprint = index.cut_by
             store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
         return report
 

@@ -279,13 +279,24 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
         a_file = exists(folder)
     except OSError as error:  # no permission for a parent folder, or a name that is too long
         raise ModelLoadError(f"The model folder {name!r} cannot be accessed: {refusal(error)}.") from error
-    if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():
+    if a_file and marks == _MARKS[:1] and folder.is_file() and _is_gguf(folder):
         return Checkpoint(name=name, location=str(folder.parent), local=True, file=folder.name)
     if a_file:
         raise ModelLoadError(f"{name!r} is a file; give the model's folder, the one that holds config.json.")
     if name == MINI or _is_path(name):
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")
     return Checkpoint(name=name, location=name, local=False)
+
+
+def _is_gguf(path: Path) -> bool:
+    """By its ending, or as Ollama's files have none, by its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _smollm2(name: str) -> Checkpoint:

@@ -96,9 +96,15 @@ class GgufTokenizer:
 
     def constraints(self, end_ids: Sequence[int]) -> Any:
         """llguidance's tokenizer of this vocabulary."""
-        from llguidance.llamacpp import lltokenizer_from_vocab
+        from llguidance import LLTokenizer
 
-        return lltokenizer_from_vocab(self._vocab, eos_token=list(end_ids) or None)
+        pieces = [self._piece(i) for i in range(self._file.vocab_size)]
+        for i, token in self.added_tokens_decoder.items():
+            if token.special or i in self._hidden:
+                pieces[i] = b"\xff" + pieces[i]  # as llguidance marks what is no text
+        tokenize = ctypes.cast(self._api.llama_cpp._lib.llama_tokenize, ctypes.c_void_p).value
+        make: Any = LLTokenizer.from_llamacpp  # type: ignore[attr-defined]  # the package's stub lacks it
+        return make(tokens=pieces, vocab_ptr=self._vocab, tokenize_fptr=tokenize, eos_token=list(end_ids) or None)
 
     def get_chat_template(self, *, tools: Any = None) -> str:
         named = self._api.llama_model_chat_template(self._file.handle, b"tool_use") if tools else None
@@ -121,6 +127,15 @@ class GgufTokenizer:
         if not 0 <= token_id < self._file.vocab_size:
             return ""
         return (self._api.llama_vocab_get_text(self._vocab, token_id) or b"").decode(errors="replace")
+
+    def _piece(self, token_id: int) -> bytes:
+        """The bytes that a token spells."""
+        buffer = ctypes.create_string_buffer(256)
+        length = self._api.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
+        if length < 0:
+            buffer = ctypes.create_string_buffer(-length)
+            length = self._api.llama_token_to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
+        return buffer.raw[:length]
 
     def _ids(self, text: str, *, add: bool, parse: bool) -> list[int]:
         if not text and not add:

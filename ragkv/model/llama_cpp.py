@@ -40,7 +40,11 @@ from ragkv.util.files import make_folder, parse_json, read_plain, user_folder, w
 logger = logging.getLogger(__name__)
 
 PACKAGE = "llama_cpp"
-KV_TYPES: Mapping[str, str] = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}
+KV_TYPES: Mapping[str, tuple[str, str]] = {
+    "f16": ("GGML_TYPE_F16", "GGML_TYPE_F16"),
+    "q8_0": ("GGML_TYPE_F16", "GGML_TYPE_Q8_0"),
+}
+"""Types of keys and values. 0.3.36 crashes when it moves keys of 8 bits, so these keep 16."""
 _MOST_SEQUENCES, _LOGITS_BYTES = 256, 64 << 20
 """The most sequences of a context, whose logits have at most so many bytes."""
 _BATCH_TOKENS = 2048
@@ -48,6 +52,8 @@ _SCORES_BYTES = 64 << 20
 """The most memory for the attention scores of a layer, which without flash attention are written out."""
 _CELLS = 256
 """llama.cpp pads contexts to a multiple of this."""
+_COMMAND = (sys.executable, "-P", "-m", __name__)
+"""Tries a file."""
 _CHECK_SECONDS = 600
 _CHECK_BYTES = 16 << 30
 
@@ -71,7 +77,7 @@ def library() -> Any:
             f"llama-cpp-python {llama_cpp.__version__} is too old for the runtime llama-cpp; "
             f"{install_hint('llama-cpp')}."
         )
-    llama_cpp.llama_log_set(_log, None)
+    llama_cpp.llama_log_set(_logger, None)
     llama_cpp.llama_backend_init()
     return llama_cpp
 
@@ -79,7 +85,6 @@ def library() -> Any:
 _complaints: deque[str] = deque(maxlen=20)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _log(level: int, text: bytes | None, _: object) -> None:
     line = (text or b"").decode(errors="replace").strip()
     logger.debug("llama.cpp: %s", line)
@@ -87,10 +92,15 @@ def _log(level: int, text: bytes | None, _: object) -> None:
         _complaints.append(line)
 
 
+_logger = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_log)
+
+
 def _reason() -> str:
     """llama.cpp's own words for the last failure."""
-    lines = [re.sub(r"^\w+: ", "", line) for line in _complaints if "error" in line or "failed" in line or "unk" in line]
-    return lines[0].rstrip(".") if lines else "llama.cpp does not say why"
+    lines = [
+        re.sub(r"^\w+: ", "", line) for line in _complaints if "error" in line or "failed" in line or "unk" in line
+    ]
+    return (lines or [*_complaints] or ["llama.cpp does not say why"])[-1 if not lines else 0].rstrip(".")
 
 
 @cache
@@ -105,7 +115,7 @@ def build() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LlamaSettings:
     """What a file is loaded with, as far as it changes numbers or what may go wrong. `device` "cpu" is the processor;
     every other one takes all layers that fit, of whatever kind the library was built for (CUDA, Metal, Vulkan).
     """
@@ -142,7 +152,7 @@ def device_of(name: str | None) -> str:
 class LlamaFile:
     """A GGUF file as llama.cpp maps it. ModelLoadError if llama.cpp does not load it."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: LlamaSettings) -> None:
         self.api = api = library()
         self.path, self.settings = path, settings
         options = api.llama_model_default_params()
@@ -226,13 +236,15 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """The bytes of a state: `fixed`, and `each` for every token."""
+    """The bytes of a state: `fixed`, and `per_token` for every token. One of a model with windows may have less,
+    because llama.cpp leaves out what no later token sees in these layers.
+    """
 
     fixed: int
-    each: int
+    per_token: int
 
     def nbytes(self, tokens: int) -> int:
-        return self.fixed + tokens * self.each
+        return self.fixed + tokens * self.per_token
 
 
 class LlamaContext:
@@ -251,7 +263,7 @@ class LlamaContext:
         self.cells = 0
         self._handle: Any = None
         self._memory: Any = None
-        self._used = 0
+        self.used = 0
         self.sequences = max(32, min(_MOST_SEQUENCES, _LOGITS_BYTES // (4 * file.vocab_size)))
         self._free: list[int] = []
         self._loaded: dict[tuple[int, int], _Loaded] = {}
@@ -269,7 +281,7 @@ class LlamaContext:
         options.n_ubatch = min(512 if settings.flash else max(32, most // 32 * 32), 512, options.n_batch)
         options.n_seq_max = options.n_outputs_max = self.sequences
         options.n_threads = options.n_threads_batch = self.threads
-        options.type_k = options.type_v = getattr(api, KV_TYPES[settings.kv_type])
+        options.type_k, options.type_v = (getattr(api, kind) for kind in KV_TYPES[settings.kv_type])
         options.flash_attn_type = int(settings.flash)
         options.kv_unified = True  # sequences share cells
         options.swa_full = True  # chunks keep all of their tokens in layers with windows too
@@ -278,19 +290,22 @@ class LlamaContext:
         self._handle = api.llama_init_from_model(self.file.handle, options)
         if not self._handle:
             self.cells = 0
-            raise RagkvError(f"llama.cpp has no memory for {cells} tokens of KV ({_reason()}); lower --top-k.")
+            raise RagkvError(
+                f"llama.cpp makes no context for {cells} tokens with KV of {settings.kv_type} ({_reason()}); lower "
+                "--top-k, or use another --codec."
+            )
         self._release = weakref.finalize(self, api.llama_free, self._handle)
         if self.file.adapter is not None:
             adapters, scales = (ctypes.c_void_p * 1)(self.file.adapter), (ctypes.c_float * 1)(1.0)
-            api.llama_set_adapters_lora(
-                self._handle, ctypes.cast(adapters, ctypes.POINTER(ctypes.c_void_p)), 1, scales
-            )
+            api.llama_set_adapters_lora(self._handle, ctypes.cast(adapters, ctypes.POINTER(ctypes.c_void_p)), 1, scales)
         self._memory = api.llama_get_memory(self._handle)
         self._batch_tokens = int(options.n_batch)
         self._free = list(range(self.sequences))[::-1]
-        self._used = 0
+        self.used = 0
 
-    def read(self, work: Sequence[tuple[Slot, Sequence[int], Sequence[int], Sequence[Any]]]) -> list[NDArray[np.float32]]:
+    def read(
+        self, work: Sequence[tuple[Slot, Sequence[int], Sequence[int], Sequence[Any]]]
+    ) -> list[NDArray[np.float32]]:
         """Append tokens to slots: (slot, ids, which of them want logits, the placed chunks that the slot reads).
 
         Returns the logits `(vocab,)` of each wanted token. If it raises, no slot has any of the tokens.
@@ -299,7 +314,9 @@ class LlamaContext:
             self._take_back()
             new = [(slot, chunks) for slot, _, _, chunks in work if slot.number is None]
             more = sum(len(ids) for _, ids, _, _ in work) + sum(slot.reserve for slot, _ in new)
-            more += sum(chunk.kv.tokens for _, chunks in new for chunk in chunks if self._key(chunk) not in self._loaded)
+            more += sum(
+                chunk.kv.tokens for _, chunks in new for chunk in chunks if self._key(chunk) not in self._loaded
+            )
             self._make_room(more)
             for slot, chunks in new:
                 self._enter(slot, chunks)
@@ -311,7 +328,7 @@ class LlamaContext:
                 raise
             for slot, ids, _, _ in work:
                 slot.length += len(ids)
-                self._used += len(ids)
+                self.used += len(ids)
             return rows
 
     def state(self, slot: Slot) -> NDArray[np.uint8]:
@@ -343,12 +360,12 @@ class LlamaContext:
             self._forget(*self.returned.popleft())
 
     def _forget(self, number: int, length: int, reads: Iterable[_Loaded]) -> None:
-        self._used -= length
+        self.used -= length
         self._drop(number)
         for loaded in reads:
             loaded.readers -= 1
             if not loaded.readers:
-                self._used -= loaded.chunk.tokens
+                self.used -= loaded.chunk.tokens
                 if loaded.number is not None:
                     del self._loaded[id(loaded.chunk), loaded.start]
                     self._drop(loaded.number)
@@ -362,7 +379,9 @@ class LlamaContext:
                 self._drop(loaded.number)
                 loaded.number = None
         if not self._free:
-            raise RagkvError(f"llama.cpp has {self.sequences} sequences at a time, and all are in use; ask fewer questions.")
+            raise RagkvError(
+                f"llama.cpp has {self.sequences} sequences at a time, and all are in use; ask fewer questions."
+            )
         return self._free.pop()
 
     def _drop(self, number: int) -> None:
@@ -371,7 +390,7 @@ class LlamaContext:
 
     def _make_room(self, more: int) -> None:
         """Let the context have room for `more` tokens; what is alive moves to a larger one."""
-        needed = self._used + more
+        needed = self.used + more
         if needed <= self.cells:
             return
         if self.cells:
@@ -390,7 +409,7 @@ class LlamaContext:
                 self.api.llama_memory_seq_cp(self._memory, number, slot.number, -1, -1)
                 self._drop(number)
                 slot.length = length
-                self._used += length
+                self.used += length
 
     def _enter(self, slot: Slot, chunks: Sequence[Any]) -> None:
         """Give a slot a sequence, and join the chunks to it."""
@@ -405,7 +424,7 @@ class LlamaContext:
                 if chunk.start != chunk.kv.encoded_at:
                     self.api.llama_memory_seq_add(self._memory, number, -1, -1, chunk.start - chunk.kv.encoded_at)
                 loaded = self._loaded[self._key(chunk)] = _Loaded(chunk.kv, chunk.start, number)
-                self._used += chunk.kv.tokens
+                self.used += chunk.kv.tokens
             assert loaded.number is not None
             self.api.llama_memory_seq_cp(self._memory, loaded.number, slot.number, -1, -1)
             loaded.readers += 1
@@ -423,10 +442,12 @@ class LlamaContext:
         buffer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         size = self.api.llama_state_seq_set_data(self._handle, buffer, state.nbytes, number)
         api, memory = self.api, self._memory
-        place = (api.llama_memory_seq_pos_min(memory, number), api.llama_memory_seq_pos_max(memory, number))
-        if size != state.nbytes or place != (start, start + tokens - 1):
+        first, last = (of(memory, number) for of in (api.llama_memory_seq_pos_min, api.llama_memory_seq_pos_max))
+        if not 0 < size <= state.nbytes or first < start or last != start + tokens - 1:
             self._drop(number)
-            raise RagkvError(f"llama.cpp does not take a stored state of {tokens} tokens ({_reason()}); run ragkv repair.")
+            raise RagkvError(
+                f"llama.cpp does not take a stored state of {tokens} tokens ({_reason()}); run ragkv repair."
+            )
         return number
 
     def _state_of(self, number: int | None) -> NDArray[np.uint8]:
@@ -439,16 +460,20 @@ class LlamaContext:
             raise RagkvError("llama.cpp could not write the state of a sequence; there may be no memory.")
         return state
 
-    def _decode(self, work: Sequence[tuple[Slot, Sequence[int], Sequence[int], Sequence[Any]]]) -> list[NDArray[np.float32]]:
+    def _decode(
+        self, work: Sequence[tuple[Slot, Sequence[int], Sequence[int], Sequence[Any]]]
+    ) -> list[NDArray[np.float32]]:
         tokens = np.array([i for _, ids, _, _ in work for i in ids], np.int32)
         starts = [slot.start + slot.length for slot, _, _, _ in work]
-        places = np.array([at + i for at, (_, ids, _, _) in zip(starts, work, strict=True) for i in range(len(ids))], np.int32)
+        places = np.array(
+            [first + i for first, (_, ids, _, _) in zip(starts, work, strict=True) for i in range(len(ids))], np.int32
+        )
         numbers = np.array([slot.number for slot, ids, _, _ in work for _ in ids], np.int32)
         wanted = np.zeros(len(tokens), np.int8)
-        at = 0
+        offset = 0
         for _, ids, kept, _ in work:
-            wanted[[at + i for i in kept]] = 1
-            at += len(ids)
+            wanted[[offset + i for i in kept]] = 1
+            offset += len(ids)
         rows: list[NDArray[np.float32]] = []
         begin = 0
         while begin < len(tokens):
@@ -498,7 +523,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TrialVerdict:
     """What a trial showed of a file: the form of its states, and the capabilities of engines that it lacks, with the
     reason.
     """
@@ -507,10 +532,10 @@ class Verdict:
     missing: Mapping[str, str]
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Verdict:
+    def parse(cls, text: str | bytes) -> TrialVerdict:
         """ValueError, TypeError or KeyError for what is none."""
         facts = parse_json(text)
-        form = StateForm(int(facts["form"]["fixed"]), int(facts["form"]["each"]))
+        form = StateForm(int(facts["form"]["fixed"]), int(facts["form"]["per_token"]))
         return cls(form=form, missing={str(need): str(why) for need, why in facts["missing"].items()})
 
 
@@ -518,7 +543,7 @@ _TOLERANCE = 0.1
 """The largest error of a joined or moved chunk, as a share of what the chunk changes in the logits."""
 
 
-def _tried(file: LlamaFile) -> Verdict:
+def _tried(file: LlamaFile) -> TrialVerdict:
     """Compare chunks that were stored, moved and joined with llama.cpp's own passes over the same tokens and positions.
 
     UnsupportedModelError for a model that writes no text.
@@ -552,10 +577,10 @@ def _tried(file: LlamaFile) -> Verdict:
     logits(question, 0)
     if file.recurrent:
         why = "its recurrent layers keep a state that cannot be joined"
-        return Verdict(form=StateForm(0, 1), missing={"merge": why, "move": why})
+        return TrialVerdict(form=StateForm(0, 1), missing={"merge": why, "move": why})
     one, two, three = (encoded(prefix[:count]).data.nbytes for count in (1, 2, 9))
     form = StateForm(2 * one - two, two - one)
-    if form.nbytes(9) != three or form.fixed < 0:
+    if form.nbytes(9) < three or form.fixed < 0 or form.per_token < 1:
         raise UnsupportedModelError(f"llama.cpp's states of {file.path} do not grow evenly with their tokens.")
     missing = {}
     before = encoded(prefix)
@@ -571,10 +596,10 @@ def _tried(file: LlamaFile) -> Verdict:
         moved = logits(question, far + 48, (alone, far))
         if wrong(moved, logits([*chunk, *question], far), logits(question, far + 48)):
             missing["move"] = "llama.cpp computes something else from its moved chunks"
-    return Verdict(form=form, missing=missing)
+    return TrialVerdict(form=form, missing=missing)
 
 
-def checked(path: Path, settings: Settings, name: str) -> Verdict:
+def checked(path: Path, settings: LlamaSettings, name: str) -> TrialVerdict:
     """The verdict on a file, from the cache or from a process of its own.
 
     ModelLoadError for a file that llama.cpp refuses, or that ends the process; UnsupportedModelError for one that
@@ -588,10 +613,17 @@ def checked(path: Path, settings: Settings, name: str) -> Verdict:
         place = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "llama-cpp" / f"{key}.json"
     if place is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return Verdict.parse(read_plain(place))
-    command = [sys.executable, "-P", "-m", __name__, str(path), json.dumps(asdict(settings))]
+            return TrialVerdict.parse(read_plain(place))
+    command = [*_COMMAND, str(path), json.dumps(asdict(settings))]
     try:
-        child = subprocess.run(command, env={**os.environ, "GGML_NO_BACKTRACE": "1"}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_SECONDS, check=False)
+        child = subprocess.run(
+            command,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_CHECK_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise ModelLoadError(f"Model {name!r} was tried by llama.cpp for {_CHECK_SECONDS} s without an end.") from error
     line = child.stdout.decode(errors="replace").strip().rpartition("\n")[2]
@@ -604,7 +636,7 @@ def checked(path: Path, settings: Settings, name: str) -> Verdict:
         kind, _, why = line.partition(" ")
         raise (ModelLoadError if kind == "ModelLoadError" else UnsupportedModelError)(why)
     try:
-        verdict = Verdict.parse(line)
+        verdict = TrialVerdict.parse(line)
     except (ValueError, TypeError, KeyError) as error:
         raise ModelLoadError(f"Model {name!r} could not be tried by llama.cpp: {line[:200]}") from error
     if place is not None:
@@ -619,23 +651,27 @@ def _limit(nbytes: int) -> None:
     with suppress(ImportError):  # not on Windows
         import resource
 
-        for what, most in ((resource.RLIMIT_AS, nbytes), (resource.RLIMIT_CPU, _CHECK_SECONDS), (resource.RLIMIT_CORE, 0)):
+        for what, most in (
+            (resource.RLIMIT_AS, nbytes),
+            (resource.RLIMIT_CPU, _CHECK_SECONDS),
+            (resource.RLIMIT_CORE, 0),
+        ):
             hard = resource.getrlimit(what)[1]
             resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main(path: str, settings: str) -> None:
     """Print the verdict on a file as a line of JSON, or the name of an error and its sentence."""
-    chosen = Settings(**json.loads(settings))
+    chosen = LlamaSettings(**json.loads(settings))
     if chosen.device == "cpu":  # the drivers of devices reserve more addresses than there is memory
         _limit(Path(path).stat().st_size + _CHECK_BYTES)
     try:
         verdict = asdict(_tried(LlamaFile(Path(path), chosen)))
     except RagkvError as error:
         kind = "UnsupportedModelError" if isinstance(error, UnsupportedModelError) else "ModelLoadError"
-        print(kind, " ".join(str(error).split()), flush=True)
+        sys.stdout.write(f"{kind} {' '.join(str(error).split())}\n")
     else:
-        print(json.dumps(verdict), flush=True)
+        sys.stdout.write(json.dumps(verdict) + "\n")
 
 
 if __name__ == "__main__":

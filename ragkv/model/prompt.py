@@ -323,6 +323,17 @@ class Tokens:
         with self._lock:
             return None if backend is None else str(backend.to_str())
 
+    def for_constraints(self, end_ids: Sequence[int]) -> Any:
+        """llguidance's tokenizer of the same vocabulary; None for one that is neither llama.cpp's nor of the tokenizers
+        library.
+        """
+        from llguidance import LLTokenizer
+
+        if hasattr(self._tokenizer, "constraints"):
+            return self._tokenizer.constraints(end_ids)
+        text = self.serialized
+        return None if text is None else LLTokenizer(text, eos_token=list(end_ids) or None)
+
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
         """Ids of `text`, without BOS and EOS; with `control`, names of control tokens in it become these tokens.
 

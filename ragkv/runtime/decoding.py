@@ -123,15 +123,12 @@ class _Vocabulary:
     """A model's vocabulary for llguidance; made for the first constraint, which takes up to a second."""
 
     def __init__(self, model: ModelFacts) -> None:
-        from llguidance import LLTokenizer
-
-        text = model.tokens.serialized
         name = model.checkpoint.name
-        if text is None:
+        self.tokens = model.tokens.for_constraints(sorted(model.eos_ids))
+        if self.tokens is None:
             raise UnsupportedModelError(
                 f"Model {name!r} has no tokenizer.json, which answers by a schema, regex or grammar need."
             )
-        self.tokens = LLTokenizer(text, eos_token=sorted(model.eos_ids) or None)
         ids = list(model.tokens.encode(_PROBE))
         if self.tokens.decode_str(ids).strip() != model.tokens.decode(ids).strip():
             raise UnsupportedModelError(

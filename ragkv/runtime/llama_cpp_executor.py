@@ -6,12 +6,13 @@ llama.cpp in runs of equally many bytes per token, and the rest of it as a state
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from ragkv.attention.sequence import TokenSequence
 from ragkv.config import LLAMA_CPP
 from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.gguf_tokenizer import GgufTokenizer
-from ragkv.model.llama_cpp import LlamaContext, LlamaFile, Settings, Slot, StateForm, checked, device_of
+from ragkv.model.llama_cpp import LlamaContext, LlamaFile, LlamaSettings, Slot, StateForm, checked, device_of
 from ragkv.model.prompt import Tokens
 from ragkv.runtime.executor import ExecutorTraits
 from ragkv.types import Capability, KVShape, LayerShape, StateShape
@@ -42,7 +43,7 @@ _TYPES: Mapping[str, str] = {"half": "f16", "raw": "f16", "zstd": "f16", "q8": "
 """`codec` of an index -> llama.cpp's type of KV."""
 
 
-def settings_for(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> Settings:
+def settings_for(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> LlamaSettings:
     """How an index's settings load a GGUF file. ConfigError for those that llama.cpp has not."""
     if checkpoint.file is None:
         raise ConfigError(
@@ -64,7 +65,7 @@ def settings_for(checkpoint: Checkpoint, *, dtype: str, device: str | None, code
             f"The runtime llama-cpp runs model {checkpoint.name!r} without its adapter; use smollm2-plain, or "
             "--runtime transformers."
         )
-    return Settings(kv_type=_TYPES[codec], device=device_of(device))
+    return LlamaSettings(kv_type=_TYPES[codec], device=device_of(device))
 
 
 def fingerprint(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> str:
@@ -106,7 +107,7 @@ class LlamaCppModel:
         self.config = SimpleNamespace(vocab_size=file.vocab_size, hidden_size=file.hidden, model_type=file.family)
         self.dtype = torch.float16 if file.settings.kv_type == "f16" else torch.int8
         self.precision = file.description
-        widths = [_RUN] * (form.each // _RUN) + [form.each % _RUN] * bool(form.each % _RUN)
+        widths = [_RUN] * (form.per_token // _RUN) + [form.per_token % _RUN] * bool(form.per_token % _RUN)
         self.kv_shape = KVShape(
             "uint8",
             tuple(LayerShape(1, width, 0) for width in widths),
@@ -157,33 +158,30 @@ class LlamaCppModel:
 
     def kv_of(self, state: NDArray[np.uint8], tokens: int, encoded_at: int) -> ChunkKV:
         """A state as chunk KV: views of its bytes."""
-        whole, keys, at = torch.from_numpy(state), [], 0
-        if state.nbytes != self.form.nbytes(tokens):
-            raise UnsupportedModelError(
-                f"llama.cpp's state of {tokens} tokens has {state.nbytes} bytes, not {self.form.nbytes(tokens)}."
-            )
+        if (left := self.form.nbytes(tokens) - state.nbytes) < 0:
+            raise UnsupportedModelError(f"llama.cpp's state of {tokens} tokens has {-left} bytes more than expected.")
+        whole, keys, offset = torch.from_numpy(np.pad(state, (0, left)) if left else state), [], 0
         for _, width, _ in self.kv_shape.layers:
-            keys.append(whole[at : at + tokens * width].view(1, tokens, width))
-            at += tokens * width
+            keys.append(whole[offset : offset + tokens * width].view(1, tokens, width))
+            offset += tokens * width
         return ChunkKV(
             keys=tuple(keys),
             values=tuple(key[..., :0] for key in keys),
             encoded_at=encoded_at,
-            states=(State(len(keys) - 1, _REST, whole[at:]),),
+            states=(State(len(keys) - 1, _REST, whole[offset:]),),
         )
 
 
 def bytes_of(kv: ChunkKV) -> NDArray[np.uint8]:
     """The state that a chunk KV holds; a view if its parts lie one after another, as they do in a record."""
     parts = [tensor.reshape(-1) for tensor in (*kv.keys, *(state.value for state in kv.states))]
-    first, at = parts[0], 0
+    first, size = parts[0], 0
     for part in parts:
-        if part.data_ptr() != first.data_ptr() + at:
+        if part.data_ptr() != first.data_ptr() + size:
             return np.concatenate([each.numpy() for each in parts])
-        at += part.numel()
-    whole: NDArray[np.uint8] = np.ctypeslib.as_array(
-        np.ctypeslib.ctypes.cast(first.data_ptr(), np.ctypeslib.ctypes.POINTER(np.ctypeslib.ctypes.c_uint8)), (at,)
-    )
+        size += part.numel()
+    pointer = ctypes.cast(first.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+    whole: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (size,))
     return whole
 
 
@@ -217,9 +215,7 @@ class LlamaCppExecutor:
         last = max(max(sequence.places(len(some))) for sequence, some in zip(sequences, ids, strict=True))
         self.model.require_positions(last + 1)
         for sequence in sequences:
-            if not isinstance(sequence.cache, Slot):
-                reserve = answer if sequence.cache.reserve else 0
-                sequence.cache = Slot(self._context, start=sequence.position, reserve=reserve)  # type: ignore[assignment]
+            self._slot(sequence, answer if sequence.cache.reserve else 0)
 
     def lay_out(
         self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], active: Sequence[TokenSequence]
@@ -227,11 +223,10 @@ class LlamaCppExecutor:
         """llama.cpp reads joined chunks in place."""
 
     def forward(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
-        work = []
-        for sequence, some in zip(sequences, ids, strict=True):
-            if not isinstance(sequence.cache, Slot):
-                sequence.cache = Slot(self._context, start=sequence.position)  # type: ignore[assignment]
-            work.append((sequence.cache, some, sequence.kept(len(some)), sequence.segments))
+        work = [
+            (self._slot(sequence), some, sequence.kept(len(some)), sequence.segments)
+            for sequence, some in zip(sequences, ids, strict=True)
+        ]
         rows = self._context.read(work)
         for sequence, some in zip(sequences, ids, strict=True):
             sequence.position += len(some)
@@ -241,14 +236,19 @@ class LlamaCppExecutor:
         raise AssertionError("the runtime has read `serves`")
 
     def chunk_kv(self, sequence: TokenSequence, *, encoded_at: int) -> ChunkKV:
-        slot = sequence.cache
-        assert isinstance(slot, Slot)
+        slot = self._slot(sequence)
         return self.model.kv_of(self._context.state(slot), slot.length, encoded_at)
 
     def release(self, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
-            if isinstance(sequence.cache, Slot):
-                self._context.release(sequence.cache)
+            self._context.release(self._slot(sequence))
+
+    def _slot(self, sequence: TokenSequence, reserve: int = 0) -> Slot:
+        """A sequence's place in the context, which is its own KV here; made at its first use."""
+        held: Any = sequence.cache
+        slot = held if isinstance(held, Slot) else Slot(self._context, start=sequence.position, reserve=reserve)
+        sequence.cache = cast("Any", slot)
+        return slot
 
     def request_ended(self) -> None:
         """The cells of dropped sequences are taken back before the next pass."""

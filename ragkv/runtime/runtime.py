@@ -213,7 +213,8 @@ class Runtime:
         executor: Callable[[Any], Executor] | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak: the model holds its runtime
-        self._make_executor = executor or getattr(type(model), "executor", BatchExecutor)
+        own: Callable[[Any], Executor] = getattr(type(model), "executor", BatchExecutor)
+        self._make_executor = executor or own
         self.executor = self._make_executor(model)
         self.pool = KVPool(budget)
         if (most := self.executor.traits.max_sequences) is not None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ragkv.attention.sequence import MOST_TOKENS, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
-from ragkv.errors import UnsupportedModelError
 from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.executor import Executor, require_plain
 from ragkv.runtime.kv_pool import KVPool

@@ -1,0 +1,293 @@
+"""The runtime llama-cpp: its logits beside a dense pass over the same weights, its states in an index, and what it
+refuses. Runs where llama-cpp-python is installed (`.ci/run`, docs/llama-cpp.md)."""
+
+import copy
+import gc
+import json
+
+import pytest
+from asking import forced, request
+from gguffile import quantised, read_weights, write_model
+
+from ragkv import RagKV
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, RagkvError, UnsupportedModelError
+from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.language_model import LanguageModel
+from ragkv.runtime import Generation, Runtime
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed")
+
+from ragkv.model import llama_cpp
+from ragkv.runtime import llama_cpp_executor
+
+ENGINES = ["full", "single", "block", "pced", "ape", "ippd"]
+PARTS = {
+    "prefix": [0, 40, 41, 42, 43, 44],
+    "chunks": [[*range(50, 80)], [*range(90, 127)], [*range(20, 41)]],
+    "suffix": [80, 81, 82, 83],
+}
+
+
+@pytest.fixture(scope="module")
+def files(make_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def made(family="llama"):
+        path = folder / f"{family}.gguf"
+        return path if path.exists() else write_model(path, make_model(family))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def opened(files):
+    models = {}
+
+    def made(family="llama", path=None, codec="half"):
+        key = family, path, codec
+        if key not in models:
+            models[key] = load(path or files(family), codec)
+        return models[key]
+
+    return made
+
+
+def load(path, codec="half", **more):
+    checkpoint = Checkpoint(name=path.stem, location=str(path.parent), local=True, file=path.name)
+    return llama_cpp_executor.load(checkpoint, **{"dtype": "auto", "device": "cpu", "codec": codec, **more})
+
+
+def divergence(wanted, scores):
+    """KL of each row in nats."""
+    wanted, scores = wanted.double().log_softmax(-1), scores.double().log_softmax(-1)
+    return (wanted.exp() * (wanted - scores)).sum(-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "phi3"])
+def test_its_logits_are_those_of_a_dense_pass(family, opened, make_model):
+    model = opened(family)
+    for name in ENGINES:
+        engine = make_engine(name, {})
+        scores = forced(model, engine, [50, 60], **PARTS)
+        assert divergence(forced(make_model(family), engine, [50, 60], **PARTS), scores).max() < 1e-4, name
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Q8_0"), ("qwen3", "Q4_K_M"), ("phi3", "Q4_1")])
+def test_quantised_weights_are_used_as_they_are(family, kind, files, opened, make_model, tmp_path):
+    model = make_model(family)
+    path = quantised(files(family), kind, tmp_path / f"{kind}.gguf")
+    dense = LanguageModel(copy.deepcopy(model.module), model.tokens._tokenizer, model.checkpoint)
+    read_weights(path, dense)
+    for name in ENGINES:
+        engine = make_engine(name, {})
+        scores = forced(opened(family, path), engine, [50, 60], **PARTS)
+        assert divergence(forced(dense, engine, [50, 60], **PARTS), scores).max() < 1e-2, name
+
+
+def test_values_of_eight_bits(opened):
+    narrow, wide = opened("qwen3", codec="q8"), opened("qwen3")
+    assert narrow.kv_shape.token_bytes < 0.8 * wide.kv_shape.token_bytes
+    engine = make_engine("block", {})
+    scores = forced(narrow, engine, [50, 60], **PARTS)
+    assert divergence(forced(wide, engine, [50, 60], **PARTS), scores).max() < 1e-2
+
+
+def answers(runtime, model, asked, engine, steps=12):
+    jobs = [runtime.submit(engine, each, Generation(max_new_tokens=steps)) for each in asked]
+    return [[token.token_id for token in runtime.tokens(job)] for job in jobs]
+
+
+@pytest.mark.parametrize("name", ["full", "block", "pced", "ape", "ippd"])
+def test_questions_together_get_the_answers_of_each_alone(name, files, monkeypatch):
+    """Also while the context grows, and with the chunks at other places."""
+    model, engine = load(files()), make_engine(name, {})
+    model.eos_ids = frozenset()
+    chunks = PARTS["chunks"]
+    orders = [chunks, chunks[::-1], chunks[:1], chunks[1:] * 4]
+    asked = [
+        request(model, engine, chunks=order, scores=[0.5] * len(order), prefix=PARTS["prefix"], suffix=[80 + i, 81])
+        for i, order in enumerate(orders)
+    ]
+    other = load(files())
+    other.eos_ids = frozenset()
+    alone = [answers(Runtime(other), model, [each], engine)[0] for each in asked]
+    runtime = Runtime(model)
+    assert answers(runtime, model, asked, engine) == alone
+    assert answers(runtime, model, [asked[1]], engine) == [alone[1]]
+    gc.collect()
+    runtime.executor.forward([], [])  # takes back what was dropped
+    assert model.context.used == 0
+
+
+def test_a_chunk_that_several_read_is_loaded_once(opened, monkeypatch):
+    model, engine, loads = opened(), make_engine("block", {}), []
+    asked = [request(model, engine, **PARTS)] * 3
+    restored = model.context._restored
+    monkeypatch.setattr(model.context, "_restored", lambda *given: loads.append(given) or restored(*given))
+    answers(Runtime(model), model, asked, engine)
+    assert len(loads) == 4  # the prefix and three chunks
+
+
+def test_a_context_out_of_sequences_still_answers(files):
+    model, other, engine = load(files()), load(files()), make_engine("pced", {})
+    model.eos_ids = other.eos_ids = frozenset()
+    chunks = [[10 + i, 11, 12 + i] for i in range(20)]
+    asked = request(model, engine, chunks=chunks, scores=[0.5] * 20)
+    expected = answers(Runtime(other), model, [asked], engine)
+    model.context.sequences = 40
+    assert answers(Runtime(model), model, [asked], engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"engines": ("blend",)}, "a state that only it reads; use engine"),
+        ({"engines": ("apb",)}, "a state that only it reads; use engine"),
+        ({"dtype": "float32"}, "leave --dtype out"),
+        ({"codec": "int4"}, "--codec half, zstd or q8"),
+        ({"encoding": {"context": 64}}, "a state that only it reads; leave it out"),
+        ({"device": "vulkan"}, "was built for the processor alone"),
+        ({"model": "mini"}, "runs GGUF files"),
+    ],
+)
+def test_what_it_does_not_have_is_refused_by_name(settings, reason, files, tmp_path):
+    with pytest.raises((ConfigError, UnsupportedModelError, ModelLoadError), match=reason):
+        RagKV.create(tmp_path / "index", **{"model": files(), "executor": "llama-cpp", **settings})
+    assert not (tmp_path / "index").exists()
+
+
+def test_weighed_chunks_and_kept_positions_are_refused(opened):
+    model = opened()
+    for name, tuning, reason in (
+        ("ape", {"temperature": 0.5}, "llama-cpp cannot weigh chunks"),
+        ("block", {"preset": "no-positions"}, "another preset of engine 'block'"),
+        ("block", {"sink": "bos"}, 'set the sink to "prefix"'),
+    ):
+        engine = make_engine(name, {name: tuning})
+        with pytest.raises(UnsupportedModelError, match=reason):
+            forced(model, engine, [], **PARTS)
+
+
+def damaged_files(path, to):
+    data = path.read_bytes()
+    contents = {
+        "empty": b"",
+        "no magic": b"GGUX" + data[4:],
+        "cut in the header": data[:400],
+        "cut in the tensors": data[: len(data) // 2],
+        "sizes that overflow": data.replace((64).to_bytes(4, "little"), b"\xff\xff\xff\x7f"),
+        "many tensors": data[:8] + (1 << 62).to_bytes(8, "little") + data[16:],
+    }
+    for name, content in contents.items():
+        (to / f"{name}.gguf").write_bytes(content)
+    return [to / f"{name}.gguf" for name in contents]
+
+
+def test_files_that_would_end_llama_cpp_s_process_are_refused(files, tmp_path):
+    for path in damaged_files(files(), tmp_path):
+        with pytest.raises((ModelLoadError, UnsupportedModelError)):
+            load(path)
+
+
+def test_a_file_that_ends_the_process_of_its_trial(files, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(files().read_bytes())
+    monkeypatch.setattr(llama_cpp, "_COMMAND", (llama_cpp.sys.executable, "-c", "import os; os.abort()"))
+    with pytest.raises(ModelLoadError, match=r"it ends llama\.cpp's process"):
+        load(path)
+
+
+DOCUMENTS = {
+    "harbour.txt": "The harbour of Velmo opens at six. The harbour master is Ines Tarrok.",
+    "light.txt": "The lighthouse was built in 1871. <eos> Its last keeper was Bram Oduya.",
+}
+
+
+@pytest.fixture
+def index(files, tmp_path):
+    for name, text in DOCUMENTS.items():
+        (tmp_path / name).write_text(text)
+    with RagKV.create(tmp_path / "index", model=files(), chunk_tokens=40) as rag:
+        assert rag.config.executor == "llama-cpp"  # as the file is GGUF and the package is there
+        rag.ingest(*(tmp_path / name for name in DOCUMENTS))
+        yield rag
+
+
+def test_an_index_answers_from_its_states(index):
+    for name in ENGINES:
+        answer = index.query("Who was the last keeper?", engine=name, max_new_tokens=8)
+        assert answer.kv.misses == 0, name
+    schema = json.dumps({"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]})
+    for name in ("full", "block"):
+        text = index.query("When was it built?", engine=name, schema=schema, max_new_tokens=60).text
+        assert isinstance(json.loads(text)["year"], int)
+    assert index.maintenance.verify().ok
+
+
+def test_states_of_another_build_are_misses_and_those_of_another_file_refused(index, files, monkeypatch):
+    folder = index.folder
+    index.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(llama_cpp, "build", lambda: "0123456789abcdef")
+        for misses in (4, 0):  # what was encoded for the first question is stored
+            with RagKV.open(folder) as again:
+                answer = again.query("Who was the last keeper?", engine="block", max_new_tokens=4)
+                assert answer.kv.misses == misses
+    content = files().read_bytes()
+    files().write_bytes(content + b"another")
+    try:
+        with RagKV.open(folder) as again, pytest.raises(KVMismatchError):
+            again.query("Who was the last keeper?", engine="block", max_new_tokens=4)
+    finally:
+        files().write_bytes(content)
+
+
+def test_a_damaged_state_is_encoded_anew_and_never_read(index):
+    """A byte in every fourth of a record's segments, its manifest included."""
+    expected = index.query("Who was the last keeper?", engine="block", max_new_tokens=6).text
+    folder = index.folder
+    index.close()
+    [data] = (folder / "store").glob("data.mdb")
+    whole = data.read_bytes()
+    for at in range(1, 12):
+        damaged = bytearray(whole)
+        for place in range(at * 4096 + 2048, len(damaged), 12 * 4096):
+            damaged[place] ^= 0xFF
+        data.write_bytes(damaged)
+        try:
+            with RagKV.open(folder) as again:
+                text = again.query("Who was the last keeper?", engine="block", max_new_tokens=6).text
+        except RagkvError:
+            continue
+        assert text == expected
+    data.write_bytes(whole)
+
+
+def test_bytes_that_llama_cpp_does_not_take_are_an_error(opened):
+    model = opened()
+    [kv] = model.encode([[50, 51, 52]])
+    state = llama_cpp_executor.bytes_of(kv).copy()
+    for change in (slice(0, 4), slice(8, 12), slice(12, 16), slice(16, 20)):
+        hostile = state.copy()
+        hostile[change] = 0x7F
+        broken = model.kv_of(hostile, 3, 0)
+        with pytest.raises(RagkvError, match="does not take a stored state"):
+            forced_over(model, broken)
+
+
+def forced_over(model, kv):
+    from ragkv.attention.kv import PlacedChunk
+    from ragkv.attention.sequence import TokenSequence
+
+    return model.executor().forward([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=3)], [[60]])
+
+
+def test_text_never_becomes_a_control_token(opened, make_model):
+    ours, theirs = opened().tokens, make_model("llama").tokens
+    for text in ("The <eos> of a <bos>line<pad>", "\u00e4\u6f22 12 345\n\n x", "", "<eos>"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert not ours.control_ids & {*ours.encode(text)}
+        assert ours.encode(text, control=True) == theirs.encode(text, control=True)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
