@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from ragkv.cli.console import note
 from ragkv.cli.main import CommandGroup, require_values
-from ragkv.cli.options import Json, Quiet, source_of
+from ragkv.cli.options import Json, Quiet, Threads, source_of
 from ragkv.errors import UsageError
 
 _SPEED = "ragkv.benchmarks.speed"
@@ -85,7 +85,7 @@ def bench_command(name: str, measure: Callable[..., Any]) -> Callable[..., None]
     """`measure` as a command: its parameters before `on_step` are options, and its report is printed."""
 
     @functools.wraps(measure)
-    def command(*, ctx: typer.Context, as_json: bool, quiet: bool, **options: Any) -> None:
+    def command(*, ctx: typer.Context, threads: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
         silent = quiet or as_json
         given = [each for each in _SIZES if each in options and source_of(ctx, each) == "COMMANDLINE"]
         if options.get("quick") and given:
@@ -97,8 +97,8 @@ def bench_command(name: str, measure: Callable[..., Any]) -> Callable[..., None]
     own = list(signature.parameters.values())
     own = own[: [each.name for each in own].index("on_step")]
     printing = [
-        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for each, kind in (("as_json", Json), ("quiet", Quiet))
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for each, kind, default in (("threads", Threads, None), ("as_json", Json, False), ("quiet", Quiet, False))
     ]
     printing.append(inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     command.__signature__ = signature.replace(parameters=[*own, *printing], return_annotation=None)  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from ragkv.cli.options import (
     Json,
     Quiet,
     ShownSettings,
+    Threads,
     UserFile,
     contradicted,
     require_same,
@@ -43,7 +44,7 @@ app = typer.Typer(help="Show settings and where they come from, or change some."
 def path(as_json: Json = False, quiet: Quiet = False) -> None:
     """Print the path of your user file, which holds your own defaults.
 
-    It is a TOML file with the keys of `ragkv.toml`, for new indexes, and with `index` and `device`.
+    It is a TOML file with the keys of `ragkv.toml`, for new indexes, and with `index`, `device` and `threads`.
 
     Example: `$EDITOR "$(ragkv config path)"`
     """
@@ -63,6 +64,7 @@ def show(
     *,
     index: Index = DEFAULT_INDEX,
     device: Device = None,
+    threads: Threads = None,
     settings: ShownSettings,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
     as_json: Json = False,
@@ -80,7 +82,7 @@ def show(
     from ragkv.index.ingestion import default_model
     from ragkv.util.plugins import require_engine
 
-    typed = {"index": index, "device": device, **settings}
+    typed = {"index": index, "device": device, "threads": threads, **settings}
     flags, variables = (
         {name: value for name, value in typed.items() if source_of(ctx, name) == source}
         for source in ("COMMANDLINE", "ENVIRONMENT")
@@ -145,7 +147,7 @@ def _in_force(
     """
     in_index = {} if toml is None else dict(_flat(read_toml(toml)))
     in_file = dict(_flat(user.table))
-    usual = {"index": str(DEFAULT_INDEX), "device": None}
+    usual = {"index": str(DEFAULT_INDEX), "device": None, "threads": None}
     for name, value in (usual | dict(_flat({f.name: getattr(config, f.name) for f in fields(config)}))).items():
         origin, where = "default", ""
         if name in flags:

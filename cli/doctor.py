@@ -33,6 +33,7 @@ from ragkv.cli.options import (
     Index,
     Json,
     Quiet,
+    Threads,
     codec_lists,
     engine_lists,
     given_names,
@@ -106,6 +107,7 @@ def doctor(
         bool, typer.Option("--health", help="Only check the machine, the models and the index; compare nothing.")
     ] = False,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -349,6 +351,7 @@ def tune(
     seed: Seed = 0,
     dry_run: DryRun = False,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ragkv.cli.console import echo, note, print_json
-from ragkv.cli.options import Device, Json, Quiet, shared_options
+from ragkv.cli.options import Device, Json, Quiet, Threads, shared_options
 from ragkv.config import PromptConfig, load_config
 from ragkv.errors import UsageError
 from ragkv.finetune.config import BlockTuneConfig
@@ -49,6 +49,7 @@ def block(
     ] = None,
     prompt_of: PromptOf = None,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

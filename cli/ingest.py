@@ -27,6 +27,7 @@ from ragkv.cli.options import (
     Json,
     NoWait,
     Quiet,
+    Threads,
     UserFile,
     block_tuning,
     contradicted,
@@ -187,6 +188,7 @@ def ingest(
     ] = False,
     no_wait: NoWait = False,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -40,6 +40,7 @@ from ragkv.cli.options import (
     NoWait,
     Quiet,
     Retrieval,
+    Threads,
     TopK,
     Where,
     given_values,
@@ -262,6 +263,7 @@ def repair(
         bool, typer.Option("--no-encode", help="Only drop damaged KV; it is encoded when a question needs it.")
     ] = False,
     device: Device = None,
+    threads: Threads = None,
     no_wait: NoWait = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -424,6 +426,7 @@ def unpack(
         str | None, typer.Option(help="Where the model is; with --documents-only any.", show_default="the pack's")
     ] = None,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -465,6 +468,7 @@ def warm(
     top_k: TopK = None,
     retrieval: Retrieval = None,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

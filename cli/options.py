@@ -42,6 +42,7 @@ from ragkv.question import question_arguments, question_options
 from ragkv.util.display import one_line
 from ragkv.util.files import read_toml, shortened, user_folder
 from ragkv.util.options import OptionField, at_door, options_of
+from ragkv.util.processors import COUNTS, use_threads, watch_processors
 
 
 def engines(incomplete: str) -> list[str]:
@@ -99,7 +100,7 @@ def _listed(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
 
 engine_lists, codec_lists, mode_lists = _listed(engines), _listed(codecs), _listed(one_among(MODES))
 
-USED = ("index", "device")
+USED: Mapping[str, type] = {"index": str, "device": str, "threads": int}
 """Further settings of the user file besides the fields of `IndexConfig`; they belong to the user, not to an index."""
 
 
@@ -114,7 +115,11 @@ class WatchedFolder:
 
 
 VARIABLES: Mapping[str, str] = {
-    **{name: f"RAGKV_{name.upper()}" for name in ("index", "device", "model", "dtype", "engines", "chunk_tokens")},
+    **{
+        name: f"RAGKV_{name.upper()}"
+        for name in ("index", "device", "threads", "model", "dtype", "engines", "chunk_tokens")
+    },
+    **{name: f"RAGKV_{name.upper()}" for name in (*USED, "model", "dtype", "engines", "chunk_tokens")},
     **{name: f"RAGKV_{name.upper()}" for name in ("codec", "embedder", "reranker", "top_k")},
     "default_engine": "RAGKV_ENGINE",
     "executor": "RAGKV_RUNTIME",
@@ -213,8 +218,11 @@ class UserFile:
         for key, value in table.items():
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
-            if key in USED and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
+            kind = USED.get(key)
+            valid = value.strip() if isinstance(value, str) else isinstance(value, int) and value > 0
+            if kind and not (valid and type(value) is kind):
+                wanted = "a string that is not empty" if kind is str else "a number from 1 up"
+                raise ConfigError(f"{path}: {key} = {shortened(value)} must be {wanted}.")
         settings = {key: value for key, value in table.items() if key not in USED}
         # some settings are only valid with an embedder; which one is not known yet, so name any
         checked = config_in(path, {"embedder": "mini"} | settings)
@@ -251,6 +259,19 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     value = UserFile.read(user_file()).table.get("device") if value is None else value
     if value is not None and value.strip().startswith("cuda"):
         _require_cuda(value)
+    return value
+
+
+def _threads(ctx: typer.Context, value: int | None) -> int | None:
+    """Use so many threads, from now on; without a number, as many as processors are idle when the model is loaded."""
+    if ctx.resilient_parsing:
+        return value
+    if value is None and os.environ.keys().isdisjoint(COUNTS):
+        value = UserFile.read(user_file()).table.get("threads")
+    if value is None:
+        watch_processors(idle=ctx.info_name not in ("serve", "mcp"))
+    else:
+        use_threads(value)
     return value
 
 
@@ -358,6 +379,17 @@ Device = Annotated[
         help="cpu, cuda, cuda:1, …; cuda:0,cuda:1 splits the model's layers, auto does if one GPU is too small.",
         show_default="cuda if there is one",
         callback=_device,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    _option(
+        "threads",
+        help="How many threads compute on the processors.",
+        show_default="OMP_NUM_THREADS, or as many as are idle",
+        callback=_threads,
+        min=1,
+        max=1024,
     ),
 ]
 ContextTokens = Annotated[

@@ -18,6 +18,7 @@ from ragkv.cli.options import (
     Json,
     PlanSettings,
     Quiet,
+    Threads,
     UserFile,
     WorkFolder,
     encoding_of,
@@ -42,6 +43,7 @@ def plan(
     seconds: Annotated[float, typer.Option(help="About how long to measure, besides loading the model.", min=1)] = 30,
     folder: WorkFolder = None,
     device: Device = None,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -31,6 +31,7 @@ from ragkv.cli.options import (
     MaxSequences,
     NoServer,
     Quiet,
+    Threads,
     UserFile,
     given_values,
     user_file,
@@ -103,6 +104,7 @@ def serve(
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
     device: Device = None,
+    threads: Threads = None,
     batch_tokens: BatchTokens = None,
     max_sequences: MaxSequences = None,
     as_json: Json = False,
@@ -392,6 +394,7 @@ def mcp(
     port: Annotated[int, typer.Option(help="Port of --http; 0 takes a free one.", min=0, max=65535)] = 8081,
     keys: Annotated[Path | None, typer.Option(help="File of hashed keys for --http; see `ragkv serve`.")] = None,
     device: Device = None,
+    threads: Threads = None,
     no_server: NoServer = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ragkv.util.processors import sleep_soon
+
 if TYPE_CHECKING:
     from ragkv.decoding import Decoding
     from ragkv.pipeline import RagKV
@@ -21,6 +23,7 @@ __all__ = [
 
 
 __version__ = "0.1.0"
+sleep_soon()  # before anything imports torch
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,7 @@ from ragkv.pipeline import RagKV
 from ragkv.store import KVIdentity, codec_from_config
 from ragkv.store.record import encode_record
 from ragkv.types import Document, Encoding, ScoredChunk
+from ragkv.util.processors import cores
 
 SECONDS = 30.0
 """The default time for everything except loading the model."""
@@ -297,9 +298,8 @@ def _record_bytes(rag: RagKV, token_ids: tuple[int, ...]) -> dict[str, int]:
 
 def busy(load: float | None = None) -> list[str]:
     """Why the machine is too busy to measure: its load average, or `load`, is above the number of idle cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0] if load is None else load
-    return [f"the machine is busy: its load is {load:.1f} on {cores} cores"] if load > cores - load else []
+    number, load = cores(), os.getloadavg()[0] if load is None else load
+    return [f"the machine is busy: its load is {load:.1f} on {number} cores"] if load > number - load else []
 
 
 def disagreement(what: str, repeats: Sequence[float]) -> str:

@@ -48,6 +48,7 @@ from ragkv.store.codecs import (
 from ragkv.types import ITEM_SIZES, DType, Encoding, KVShape, LayerShape, StateShape
 from ragkv.util import HUGE_PAGE, huge_memory
 from ragkv.util.files import parse_json
+from ragkv.util.processors import cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -756,7 +757,7 @@ def share(tasks: Sequence[Callable[[], None]]) -> None:
                     return
 
     try:
-        _ask(help_out, min(_cores(), MOST, len(tasks)) - 1)
+        _ask(help_out, min(cores(), MOST, len(tasks)) - 1)
         for task in rest:
             task()
     finally:
@@ -798,11 +799,6 @@ def _ask(work: Callable[[], None], count: int) -> None:
     with suppress(RuntimeError):  # no thread can be started, or the interpreter is shutting down
         for _ in range(count):
             pool.submit(work)
-
-
-def _cores() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_child() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ragkv.errors import RagkvError
 from ragkv.mini import embedder_path, lm_path, reranker_path
 from ragkv.model.checkpoint import MINI, WEIGHTS, resolve
 from ragkv.store import StoreStats
+from ragkv.util.processors import describe, fit_threads
 
 _PACKAGES = ("torch", "transformers", "lmdb", "numpy")
 
@@ -38,10 +38,8 @@ class Environment:
                 versions[package] = version(package)
             except PackageNotFoundError:  # some builds of torch carry no metadata
                 versions[package] = "unknown"
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = torch.get_num_threads()
-        counts = f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}"
-        devices = [f"cpu: {platform.machine()}, {counts}"]
+        fit_threads()
+        devices = [f"cpu: {platform.machine()}, {describe()}"]
         if torch.cuda.is_available():
             gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
             devices = [f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(gpus)] + devices

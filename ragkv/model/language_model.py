@@ -43,6 +43,7 @@ from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
 from ragkv.util import batches
 from ragkv.util.plugins import kernel_module
+from ragkv.util.processors import fit_threads
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -176,6 +177,7 @@ class LanguageModel:
     """Whether ragkv's own kernels do all the heavy work of a pass (`ragkv.model.linear.optimize_layers`)."""
 
     def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
+        fit_threads()
         self._hold(model, tokenizer, checkpoint)
         refuse_by_name(checkpoint.name, self.config)
         adapt(self._model)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragkv import RagKV
-from ragkv.cli.options import FLAGS, VARIABLES, UserFile, user_file
+from ragkv.cli.options import FLAGS, USED, VARIABLES, UserFile, user_file
 from ragkv.config import IndexConfig, StepsConfig, load_config
 from ragkv.doctor.tune import APESetting, write_setting
 from ragkv.errors import ConfigError
@@ -332,7 +332,7 @@ def test_a_dry_run_refuses_a_folder_in_which_no_index_can_be_made(ragkv, documen
 
 
 def test_every_variable_is_a_setting_with_an_option():
-    names = {*IndexConfig.__slots__, "index", "device"}
+    names = {*IndexConfig.__slots__, *USED}
     assert VARIABLES.keys() <= FLAGS.keys() <= names
     assert FLAGS["chunk_tokens"] == "--chunk-tokens"
     assert FLAGS["default_engine"] == "--engine"
