@@ -149,7 +149,7 @@ class Source:
 
     def to_json(self) -> dict[str, Any]:
         """The source as `ragkv query --json` prints it."""
-        return asdict(replace(self, stages=dict(self.stages)))
+        return asdict(replace(self, stages=dict(self.stages))) | {"highlights": [*map(list, self.highlights)]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
