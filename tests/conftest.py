@@ -36,6 +36,7 @@ for name in OTHERS_VARIABLES:
     os.environ.pop(name, None)
 sys.dont_write_bytecode = False
 os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # even if smollm2 is installed
+os.environ["RAGKV_DEFAULT_EMBEDDER"] = "none"  # even if minilm is installed
 
 # Use a memory file system if it has enough space: on a disk, tests that write indexes wait for it.
 SHARED_MEMORY, PLENTY = Path("/dev/shm"), 8 << 30

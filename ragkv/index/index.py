@@ -49,7 +49,8 @@ from ragkv.errors import (
 from ragkv.index.quality import QUALITY, are_reports
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
-from ragkv.model.checkpoint import MINI, pick_device, resolve
+from ragkv.mini import embedder_path
+from ragkv.model.checkpoint import MINI, MINILM, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
     Embedder,
@@ -187,18 +188,22 @@ EMBEDDER = "embedder"
 
 
 def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a new index: mini's embedder and reranker with the mini model, none with any other.
+    """The defaults of a new index: mini's embedder and reranker with the mini model; with any other, minilm if it is
+    installed. The variable RAGKV_DEFAULT_EMBEDDER names another.
 
-    mini's encoders only know the words of generated worlds and find less than BM25 on other text (docs/retrieval.md),
-    so with them BM25 is the default mode.
+    An index with an embedder is searched by words and by meaning. Only mini's encoders know the words of generated
+    worlds alone and lower what BM25 finds on other text (docs/retrieval.md), so with them BM25 is the default mode.
     """
     mini = MINI if settings.get("model", MINI) == MINI else NONE
-    embedder = settings.get("embedder", mini)
+    embedder = settings.get("embedder") or mini
+    if "embedder" not in settings and mini == NONE:
+        installed = MINILM if resolve(MINILM, bundled=embedder_path, marks=("modules.json",)).local else NONE
+        embedder = os.environ.get("RAGKV_DEFAULT_EMBEDDER") or installed
     return {
         "embedder": embedder,
         "reranker": mini if embedder == MINI else NONE,
         "rerank": embedder != MINI or "reranker" in settings,
-        "retrieval": "bm25" if embedder in (NONE, MINI) else "dense",
+        "retrieval": "bm25" if embedder in (NONE, MINI) else "hybrid",
     }
 
 

