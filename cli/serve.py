@@ -100,6 +100,13 @@ def serve(
         Path | None,
         typer.Option(help="A ragkv.toml, or an index, whose [[tiers]] the replicas use.", rich_help_panel=_RAY),
     ] = None,
+    runtime: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            help="Answer by a vLLM server with RagKVConnector, which reads the stored chunks itself.",
+            metavar="vllm URL",
+        ),
+    ] = None,
     background: Annotated[
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
@@ -147,9 +154,13 @@ def serve(
         name: place if "://" in place and ray is not None else str(Path(place).expanduser().absolute())
         for name, place in named_places(index or [str(DEFAULT_INDEX)]).items()
     }
+    if runtime is not None:
+        one_of("--runtime", runtime[0], ("vllm",))
     if ray is not None:
-        if background:
-            raise UsageError("--ray serves in the foreground: leave --background out.")
+        if background or runtime is not None:
+            raise UsageError(
+                "--ray serves in the foreground, by its own replicas: leave --background and --runtime out."
+            )
         try:
             from ragkv.server.ray import RayOptions, run_on_ray
         except ModuleNotFoundError as error:
@@ -177,7 +188,7 @@ def serve(
         _start_in_background(next(iter(folders.values())), as_json=as_json, quiet=quiet)
         return
     limits = {"batch_tokens": batch_tokens, "max_sequences": max_sequences}
-    opening = {"device": device, "readonly": read_only or None, **limits}
+    opening = {"device": device, "readonly": read_only or None, "runtime": runtime, **limits}
     _log_requests(quiet=quiet, as_json=log_format == "json")
     _serve_here(folders, settings, opening, as_json=as_json, quiet=quiet)
 
@@ -225,6 +236,8 @@ def _serve_here(
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
+            if opening["runtime"] is not None:
+                rag.index.runtime  # noqa: B018 - so that a server that does not answer is seen now
         watched = _watched(folders, read_only=bool(opening["readonly"]))
         if watched and not quiet:
             note(f"watching {', '.join(str(each) for _, each, _ in watched)}")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ragkv.config import History, IndexConfig, RuntimeConfig
+from ragkv.config import History, IndexConfig, RuntimeConfig, one_of
 from ragkv.errors import IngestError, UsageError
 from ragkv.index.answer import AnswerStream, IndexBackend, sources_of, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
@@ -130,6 +130,7 @@ class RagKV:
         readonly: bool | None = None,
         batch_tokens: int | None = None,
         max_sequences: int | None = None,
+        runtime: tuple[str, str] | None = None,
     ) -> Self:
         """Open an index. Raises ConfigError if there is none, StoreError if it cannot be read.
 
@@ -138,12 +139,17 @@ class RagKV:
 
         `batch_tokens` and `max_sequences` override `[runtime]` in `ragkv.toml`; a question that needs more sequences is
         refused.
+
+        `runtime=("vllm", URL)`: a vLLM server with `ragkv.integrations.vllm.RagKVConnector` answers (docs/vllm.md).
         """
+        if runtime is not None:
+            one_of("runtime", runtime[0], ("vllm",))
         limits = RuntimeConfig(
             batch_tokens="auto" if batch_tokens is None else batch_tokens,
             max_sequences="auto" if max_sequences is None else max_sequences,
         )
-        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits))
+        vllm = None if runtime is None else runtime[1]
+        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits, vllm=vllm))
 
     def close(self) -> None:
         """Cancel running answers and close the store. The model is freed with the object."""
@@ -154,6 +160,7 @@ class RagKV:
         options: dict[str, Any] = {
             "device": self.index.device,
             "readonly": self.store.readonly or None,
+            "runtime": None if self.index.vllm is None else ("vllm", self.index.vllm),
             **self.index.limits.given,
         }
         return partial(type(self).open, str(self.folder.absolute()), **options), ()
@@ -379,6 +386,24 @@ class RagKV:
         """
         suffix = self.index.prompt.suffix_ids(self.model.tokens, question)
         return self.kv_source.request(engine, self.kv_source.plan(engine, scored), question, suffix)
+
+    def generate_inputs(self, question: Asked, *, engine: str = "block", **options: Any) -> dict[str, Any]:
+        """Arguments for the `generate` of any transformers model with these weights: `input_ids`, `attention_mask` and
+        `past_key_values`, which hold the KV of prefix and chunks as engine `block` places them.
+
+        `options` are those of `retrieve`. With `full` and `single` there is no KV, and `generate` prefills the prompt.
+        UsageError for another engine, because a cache is one run of keys.
+        """
+        from ragkv.engines import make_engine
+        from ragkv.engines.block import BlockAttention
+        from ragkv.engines.full import FullAttention
+
+        chosen = make_engine(engine, self.config.tuning, context=self.config.encoding.context)
+        if not isinstance(chosen, BlockAttention | FullAttention):
+            raise UsageError(f"Engine {engine!r} is not one run of keys for generate; use block, full or single.")
+        asked = Question.of(question, **options)
+        chunks = self.retrieve(asked)[::-1]  # the best chunk stands next to the question
+        return chosen.cache(self.model, self.request(chosen, asked.question, chunks)[0])
 
     def select(self, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
         """The documents that `names` select and that meet the conditions `where`; without names, all that do.

@@ -265,3 +265,20 @@ def test_a_folder_with_a_store_of_something_else_is_refused(tmp_path, model_fold
     with pytest.raises(ConfigError, match="not empty"):
         RagKV.create(tmp_path, model=str(model_folder))
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["shop.js"]
+
+
+@pytest.mark.parametrize("engine", ["block", "full", "single"])
+def test_generate_of_transformers_continues_from_what_an_index_holds(kept, engine):
+    question = "Who founded Halden Works?"
+    inputs = kept.generate_inputs(question, engine=engine, top_k=2)
+    assert ("past_key_values" in inputs) == (engine == "block")
+    with kept.model.plain() as model:
+        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert ids.tolist() == [
+        token.token_id for token in kept.query(question, engine=engine, top_k=2, max_new_tokens=5).trace
+    ]
+
+
+def test_generate_takes_no_engine_of_several_runs_of_keys(kept):
+    with pytest.raises(UsageError, match="is not one run of keys for generate; use block, full or single"):
+        kept.generate_inputs("Who founded Halden Works?", engine="pced")

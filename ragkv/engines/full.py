@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ragkv.attention.sequence import TokenSequence
 from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Program, Request, answer_from
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,11 @@ class FullAttention(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         return answer_from(TokenSequence((), 0), self._ids(request))
+
+    def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
+        """Arguments for transformers' own `generate`: `input_ids` and `attention_mask`, `(1, tokens)`."""
+        ids = torch.tensor([self._ids(request)], device=model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _ids(self, request: Request) -> list[int]:
         chunks = (i for chunk in self.read(request) for i in chunk.token_ids)

@@ -165,7 +165,7 @@ class IndexBackend:
         require_supported(task.engine, index.model)  # before any KV is loaded or encoded
         if task.engine.reads is Encoding.CONTEXT:
             index.require_room_for_context()
-        _ = index.runtime
+        index.runtime.require(task.engine)
         if task.query.chunks is None or task.query.steps > 1:
             if task.query.retrieval != "bm25":
                 _ = index.encoders.embedder

@@ -138,17 +138,22 @@ def create_index(
 
 
 def open_index(
-    folder: Path, *, device: str | None = None, readonly: bool | None = None, limits: RuntimeConfig | None = None
+    folder: Path,
+    *,
+    device: str | None = None,
+    readonly: bool | None = None,
+    limits: RuntimeConfig | None = None,
+    vllm: str | None = None,
 ) -> Index:
     """Open the index at `folder`. `readonly` None opens it for writing if the file system permits that.
 
-    `limits` override `[runtime]` of the index.
+    `limits` override `[runtime]` of the index; `vllm` is the URL of a vLLM server that answers.
 
     Raises ConfigError if there is no index, and StoreError if it cannot be read.
     """
     config = load_config(folder)
     store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
-    return Index(folder, config, store, device=device, limits=limits)
+    return Index(folder, config, store, device=device, limits=limits, vllm=vllm)
 
 
 def require_vacant(folder: Path) -> None:

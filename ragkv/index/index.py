@@ -580,7 +580,7 @@ class Index:
     """An open index. Models load when they are first needed; threads may share an index.
 
     `device` None is CUDA if available, else the CPU. `loaded` are models that the caller has loaded (`load_models`).
-    `limits` override those of `[runtime]`.
+    `limits` override those of `[runtime]`. `vllm` is the URL of a vLLM server that answers (`ragkv.runtime.vllm`).
     """
 
     def __init__(
@@ -592,6 +592,7 @@ class Index:
         device: str | None = None,
         loaded: tuple[LanguageModel, Embedder | None, Reranker | None] | None = None,
         limits: RuntimeConfig | None = None,
+        vllm: str | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
@@ -609,6 +610,7 @@ class Index:
         self._threads: set[threading.Thread] = set()
         self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
         """How many questions are answered at a time."""
+        self.vllm = vllm
         self._runtime: Runtime | None = None
         self._tiers: SharedTiers | None = None
         self._collection: QdrantCollection | None = None
@@ -662,11 +664,19 @@ class Index:
     @property
     def model(self) -> LanguageModel:
         """The generation model, loaded once and self-checked."""
+
+        def load() -> LanguageModel:
+            started = time.perf_counter()
+            model = load_language_model(self.config, self.device)
+            logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
+            return model
+
         with self._lock:
-            if self._model is None:
-                started = time.perf_counter()
-                self._model = load_language_model(self.config, self.device)
-                logger.info("loaded %s in %.1f s", self.config.model, time.perf_counter() - started)
+            if self._model is None and self.vllm is not None:
+                from ragkv.runtime.vllm import ServedModel
+
+                self._model = cast("LanguageModel", ServedModel(resolve(self.config.model), load))
+            self._model = self._model or load()
             return self._model
 
     def share_model(self, other: Index) -> None:
@@ -676,7 +686,7 @@ class Index:
             for index in (self, other)
             for each in (index.config,)
         ]
-        if asked[0] != asked[1] or other.loaded_model is None:
+        if asked[0] != asked[1] or self.vllm != other.vllm or other.loaded_model is None:
             return
         if not resolve(self.config.model).local or self.fingerprint == other.fingerprint:
             self._model = other.loaded_model
@@ -687,6 +697,11 @@ class Index:
         from ragkv.runtime import runtime_of
 
         with self._lock:
+            if self._runtime is None and self.vllm is not None:
+                from ragkv.runtime.vllm import VLLMRuntime
+
+                name = str(self.folder.resolve())
+                self._runtime = VLLMRuntime(self.model, self.vllm, fingerprint=self.fingerprint, index=name)
             if self._runtime is None:
                 self._runtime = runtime_of(self.model, runtime_limits(self.model, self.config, self.limits))
                 self.store.spare(self._runtime.pool.holds)

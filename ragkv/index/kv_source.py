@@ -178,6 +178,8 @@ class KVSource:
         )
 
     def _sizes(self, identities: Collection[KVIdentity]) -> dict[Hashable, int]:
+        if self._index.vllm is not None:  # which holds it
+            return {}
         prefix = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
         shape = self._index.shape
         return {identity.key(): shape.nbytes(identity.tokens) for identity in {*identities, prefix}}
@@ -199,7 +201,7 @@ class KVSource:
 
     def prefetch(self, engine: Engine, likely: Sequence[ScoredChunk]) -> Prefetch | None:
         """Begin to load these chunks' KV from the store unless it is in memory; `drop` the result in the end."""
-        if engine.reads is None or engine.whole_documents:
+        if engine.reads is None or engine.whole_documents or self._index.vllm is not None:
             return None
         identities = {
             identity.key(): identity for identity in self.identities(engine.reads, [each.chunk for each in likely])
@@ -375,8 +377,10 @@ class KVSource:
         from ragkv.engines import ContextChunk, Request
 
         kvs: list[ChunkKV | None] = [None] * len(reads.scored)
-        use = KVUse()
-        if reads.identities:
+        use, elsewhere = KVUse(), self._index.vllm is not None
+        if elsewhere and not reads.documents:
+            use = self._store_missing(reads)
+        elif reads.identities:
             loaded, use = self.get(reads, prefetch, keep=keep, after=after)
             kvs = [*map(bare, loaded)] if reads.documents else [*loaded]
         parts = [(candidate.score, candidate.chunk.token_ids) for candidate in reads.scored]
@@ -386,17 +390,32 @@ class KVSource:
                 for best, blocks in reads.documents
                 for span in map(blocks.layout.span, range(blocks.layout.blocks))
             ]
+        seen = [identity.prefix_ids[len(self._index.prefix_ids) :] for identity in reads.identities if elsewhere]
         request = Request(
             prefix_ids=self._index.prefix_ids,
-            prefix=None if engine.encoding is None else self.prefix(after),
+            prefix=None if engine.encoding is None or elsewhere else self.prefix(after),
             chunks=tuple(
-                ContextChunk(token_ids=ids, score=score, kv=kv) for (score, ids), kv in zip(parts, kvs, strict=True)
+                ContextChunk(token_ids=ids, score=score, kv=kv, seen=before)
+                for (score, ids), kv, before in zip(parts, kvs, seen or [()] * len(parts), strict=True)
             ),
             suffix_ids=suffix_ids,
             question=question,
             prompt=self._index.prompt,
         )
         return request, use
+
+    def _store_missing(self, reads: Reads) -> KVUse:
+        """Encode and store what is not stored, for another process to read; nothing that is stored is loaded."""
+        wanted = [*dict.fromkeys(reads.identities)]
+        stored = self._store.has_many(wanted)
+        if missing := [identity for identity in wanted if identity not in stored]:
+            self.get(replace(reads, identities=missing), keep=True)
+        prefix = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
+        if wanted and self._index.prefix_ids and not self._store.has_kv(prefix):
+            self.prefix()
+        return KVUse(
+            hits=len(stored), misses=len(missing), bytes=0, tokens=sum(each.tokens for each in stored), memory_hits=0
+        )
 
     def memory(self) -> MemoryTier:
         """The cache of the index's KV on the model's device."""

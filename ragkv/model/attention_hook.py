@@ -27,11 +27,12 @@ visible from outside, so every candidate is returned, and the self-check chooses
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -597,6 +598,34 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
     return tuple(Rotary(apply=rotation, angles=angles, kinds=kinds) for rotation in rotations)
+
+
+def head_dim(config: Any) -> int:
+    """The width of a key by the configuration."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_of(config: Any) -> Rotary:
+    """A model's RoPE from its configuration alone, where another program runs the model (`ragkv.integrations.vllm`)."""
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, 8, None
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    model.to_empty(device="cpu")  # memory that nothing writes to
+    decoder = model.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config)
+    probe = torch.zeros((1, 2, 3, head_dim(config)))
+    for rotary in rotaries_of(model, config):
+        with suppress(
+            TypeError, RuntimeError, ValueError, LookupError, AttributeError
+        ):  # another family's way to call it
+            if rotary.rotate(probe, 0, torch.arange(3)[None]).shape == probe.shape:
+                return rotary
+    raise UnsupportedModelError(f"how the family {config.model_type} rotates its keys is not known")
 
 
 def without_rotary(layers: int) -> Rotary:

@@ -208,7 +208,7 @@ class LanguageModel:
         self.moves_within: int | None = None
         """Chunks may be moved only in prompts of up to this many positions; None: no limit."""
         generation = getattr(model, "generation_config", None)
-        self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
+        self.eos_ids = eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions, self._reach = reach(self.config)
         holders = (self.config, *model.modules())
         self._companions: dict[Any, Any] = {}
@@ -478,7 +478,8 @@ def _packed_cache() -> type[Any]:
     return PackedCache
 
 
-def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:
+def eos_ids(*found: int | list[int] | None) -> frozenset[int]:
+    """All end tokens that configurations name."""
     ids: set[int] = set()
     for eos in found:
         ids |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}

@@ -258,6 +258,11 @@ class Runtime:
         with self._locked():
             return not (self._jobs or self._stepper.running or self._scheduler.waiting or self.pool.leased)
 
+    def require(self, engine: Engine) -> None:
+        """UnsupportedModelError for an engine that it cannot run exactly."""
+        require_supported(engine, self.model)
+        require_served(engine, self.executor)
+
     def submit(
         self,
         engine: Engine,
@@ -274,8 +279,7 @@ class Runtime:
         `owner` was closed.
         """
         model = self.model
-        require_supported(engine, model)
-        require_served(engine, self.executor)
+        self.require(engine)
         limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
         require_reach(engine, model, sum(map(len, parts)) + limit)
