@@ -1,9 +1,7 @@
 """Embedding models: any sentence-transformers model, and bge-m3 with its dense, sparse and ColBERT vectors.
 
 A checkpoint's layout and fingerprint are read without loading the model, because an ingest that changes nothing only
-needs the fingerprint. bge-m3 is loaded by FlagEmbedding, but the loop around it is ragkv's own: FlagEmbedding's
-`encode` runs its first batch twice to find a batch size, which doubles the cost of a question, shows progress bars, and
-turns any error into an AttributeError after 17 attempts.
+needs the fingerprint.
 
 A name is "mini", "minilm", a folder, a hub id, or a plug-in's. Your own package adds some under the entry-point groups
 `ragkv.embedders` and `ragkv.rerankers`: a name, and a callable that takes `device` and `max_tokens` and returns an
@@ -21,12 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, RetrievalError, extra
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, pick_device, require_on_hub, resolve
 from ragkv.model.prompt import harden, readable
@@ -35,7 +33,9 @@ from ragkv.util.display import first_sentence
 from ragkv.util.plugins import PluginRegistry
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+
+    from ragkv.model.encoder import EncodedText, SentenceEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -338,14 +338,13 @@ def blank(text: str) -> bool:
 
 
 @contextmanager
-def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
-    """Load a checkpoint without progress bars, and turn any error of the libraries into a ModelLoadError."""
-    from ragkv.model.loading import quiet_loading, wants_code
+def loading(what: str, name: str) -> Iterator[None]:
+    """Load a checkpoint, and turn any error of the libraries into a ModelLoadError."""
+    from ragkv.model.loading import wants_code
 
     try:
-        with quiet_loading(reports=reports):
-            yield
-    except (ConfigError, ModelLoadError):
+        yield
+    except (ConfigError, MissingExtraError, ModelLoadError):
         raise
     except RetrievalError as error:  # from the trial run
         raise ModelLoadError(str(error)) from error
@@ -360,7 +359,7 @@ def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
         ) from error
 
 
-def in_batches(rows: Sequence[Sequence[int]], run: Callable[[list[int]], list[T]]) -> list[T]:
+def in_batches(rows: Sequence[Sequence[Any]], run: Callable[[list[int]], list[T]]) -> list[T]:
     """Call `run` with batches of at most `BATCH` row indices and return the results in row order.
 
     The longest rows come first, to minimise padding. Batches are halved when memory runs out. RetrievalError if a
@@ -389,59 +388,10 @@ def in_batches(rows: Sequence[Sequence[int]], run: Callable[[list[int]], list[T]
     return [done[i] for i in range(len(rows))]
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of token ids, both (batch, longest)."""
-    import torch
-
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row)
-        mask[index, : len(row)] = 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-
-
 def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
     """RetrievalError for NaN and infinity, so that a fault never becomes a stored vector or a rank."""
     if not all(array is None or np.isfinite(array).all() for array in arrays):
         raise RetrievalError(f"Model {name!r} gave infinite or undefined numbers; run it on the CPU or fetch it again.")
-
-
-def require_weights(model: Any, folder: Path, what: str, name: str) -> None:
-    """Refuse a checkpoint with missing weights, which transformers would fill with random numbers.
-
-    The pooler may be missing, because nothing here uses it.
-    """
-    prefix = f"{model.base_model_prefix}."
-    there = {_plain(key, prefix) for key in _stored_keys(folder)}
-    absent = [key for key, _ in model.named_parameters() if _plain(key, prefix) not in there and "pooler." not in key]
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise ModelLoadError(
-            f"{what} {name!r} lacks weights ({absent[0]}{more}), which would be random; fetch the model again."
-        )
-
-
-def _plain(key: str, prefix: str) -> str:
-    """A weight's name without the parts that differ between versions of transformers."""
-    key = key.removeprefix(prefix)
-    return key.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def _stored_keys(folder: Path) -> set[str]:
-    import torch
-    from safetensors import safe_open
-
-    keys: set[str] = set()
-    if tensors := sorted(folder.glob("*.safetensors")):
-        for path in tensors:
-            with safe_open(path, framework="pt") as file:
-                keys.update(file.keys())
-        return keys
-    for path in sorted(folder.glob("pytorch_model*.bin")):
-        keys.update(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    return keys
 
 
 ALL_KINDS: frozenset[ScoreKind] = frozenset(("dense", "sparse", "colbert"))
@@ -486,11 +436,11 @@ class BGEM3(CheckpointModel):
         filled = [i for i, text in enumerate(texts) if not blank(text)]
         with self._lock:
             tokens = self._tokenise([texts[i] for i in filled])
-            kept = [(i, ids) for i, ids in zip(filled, tokens, strict=True) if len(ids) > self._specials]
-            ids = [row for _, row in kept]
-            found = in_batches(ids, lambda batch: self._forward([ids[i] for i in batch]))
-        for (index, _), row in zip(kept, found, strict=True):
-            rows[index] = row
+            kept = [(i, row) for i, row in zip(filled, tokens, strict=True) if len(row.ids) > self._tokenizer.specials]
+            batches = [row for _, row in kept]
+            found = in_batches([row.ids for row in batches], lambda batch: self._forward([batches[i] for i in batch]))
+        for (index, _), vectors in zip(kept, found, strict=True):
+            rows[index] = vectors
         nothing = self._nothing()
         rows = [nothing if row is None else row for row in rows]
         dense = None
@@ -510,70 +460,55 @@ class BGEM3(CheckpointModel):
         self._device = pick_device(device)
         folder = self._folder.path
         with loading("Embedder", self.name):
-            from FlagEmbedding import BGEM3FlagModel
+            import torch
 
-            flag = BGEM3FlagModel(
-                str(folder),
-                normalize_embeddings=True,
-                trust_remote_code=False,
-                use_fp16=self._device.type == "cuda",
-                devices=str(self._device),
-            )
-            require_weights(flag.model.model, folder, "Embedder", self.name)
-            flag.model.to(self._device).eval()
-            self._flag = flag  # keep the whole object, because its destructor moves the model to the CPU
-            tokenizer = flag.tokenizer
-            harden(tokenizer)
-            self._width: int = flag.model.config.hidden_size
-            self._specials: int = tokenizer.num_special_tokens_to_add()
-            special = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-            self._weightless = frozenset(token for token in special if token is not None)
+            from ragkv.model.encoder import Body, EncoderTokenizer
+
+            dtype = torch.float16 if self._device.type == "cuda" else torch.float32
+            self._body = Body(folder, f"Embedder {self.name!r}", self._device, dtype)
+            self._width: int = self._body.config["hidden_size"]
+            self._heads = [torch.nn.Linear(self._width, width).to(self._device, dtype) for width in (self._width, 1)]
+            for head, file in zip(self._heads, HEADS, strict=True):
+                head.load_state_dict(torch.load(folder / file, map_location=self._device, weights_only=True))
+            self._tokenizer = EncoderTokenizer(folder, self.max_tokens)
             self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails now
 
-    def _tokenise(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded = self._flag.tokenizer([readable(text) for text in texts], truncation=True, max_length=self.max_tokens)
-        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
-        if cut:
+    def _tokenise(self, texts: list[str]) -> list[EncodedText]:
+        rows = self._tokenizer([readable(text) for text in texts])
+        if cut := sum(row.cut for row in rows):
             logger.warning("%d of %d texts cut off after %d tokens for embedding", cut, len(texts), self.max_tokens)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return rows
 
-    def _forward(self, ids: list[list[int]]) -> list[tuple[Any, dict[str, float] | None, Any]]:
+    def _forward(self, rows: list[EncodedText]) -> list[tuple[Any, dict[str, float] | None, Any]]:
         """(dense, sparse, colbert) for each row; None for kinds outside `modes`."""
         import torch
         from torch.nn.functional import normalize
 
-        batch = padded(ids, self._flag.tokenizer.pad_token_id, self._device)
         with torch.inference_mode():
-            out = self._flag.model(
-                batch,
-                return_dense="dense" in self.modes,
-                return_sparse="sparse" in self.modes,
-                return_colbert_vecs="colbert" in self.modes,
-            )
-            # Normalise again: in fp16 the rows are only approximately of unit length.
-            dense, colbert = (
-                normalize(out[key].float(), dim=-1).cpu().numpy() if key in out else None
-                for key in ("dense_vecs", "colbert_vecs")
-            )
-            weights = out["sparse_vecs"].squeeze(-1).float().cpu().numpy() if "sparse_vecs" in out else None
+            hidden = self._body(self._body.batch(rows))
+            colbert_head, sparse_head = self._heads
+            # normalised in float32: in fp16 the rows are only approximately of unit length
+            dense = normalize(hidden[:, 0].float(), dim=-1).cpu().numpy() if "dense" in self.modes else None
+            weights = colbert = None
+            if "sparse" in self.modes:
+                weights = sparse_head(hidden).squeeze(-1).relu().float().cpu().numpy()
+            if "colbert" in self.modes:
+                colbert = normalize(colbert_head(hidden[:, 1:]).float(), dim=-1).cpu().numpy()
         require_numbers(self.name, dense, colbert, weights)
         return [
             (
-                None if dense is None else dense[row],
-                None if weights is None else self._lexical(tokens, weights[row]),
-                None if colbert is None else colbert[row, : len(tokens) - 1].copy(),  # a view would keep the batch
+                None if dense is None else dense[place],
+                None if weights is None else self._lexical(row.ids, weights[place]),
+                None if colbert is None else colbert[place, : len(row.ids) - 1].copy(),  # a view would keep the batch
             )
-            for row, tokens in enumerate(ids)
+            for place, row in enumerate(rows)
         ]
 
     def _lexical(self, tokens: list[int], weights: NDArray[np.float32]) -> dict[str, float]:
         """The maximum weight of each ordinary token (bge-m3 §3.1: repeated terms count once)."""
         best: dict[str, float] = {}
         for token, weight in zip(tokens, weights.tolist(), strict=False):  # without the padding
-            if weight > 0 and token not in self._weightless and weight > best.get(key := str(token), 0.0):
+            if weight > 0 and token not in self._tokenizer.special_ids and weight > best.get(key := str(token), 0.0):
                 best[key] = weight
         return best
 
@@ -583,7 +518,11 @@ class BGEM3(CheckpointModel):
 
 
 class SentenceEmbedder(CheckpointModel):
-    """The `Embedder` for folders with `modules.json`; `encode_query` and `encode_document` choose the prompts."""
+    """The `Embedder` for folders with `modules.json`, with the prompts before questions and documents that it names.
+
+    A transformer with pooling, dense layers and normalisation is computed as sentence-transformers does, BERT and
+    RoBERTa in bfloat16 on a processor that has units for it; other models by that library itself.
+    """
 
     modes: frozenset[ScoreKind] = frozenset(("dense",))
 
@@ -609,30 +548,50 @@ class SentenceEmbedder(CheckpointModel):
         return self._embed([text], question=True)
 
     def _load(self, device: str) -> None:
-        place = pick_device(device)
-        with loading("Embedder", self.name, reports=True):
-            from sentence_transformers import SentenceTransformer
+        from ragkv.model.encoder import NotComputedHereError
 
-            model = SentenceTransformer(
-                str(self._folder.path), device=str(place), local_files_only=True, trust_remote_code=False
-            )
-            if place.type == "cpu":
-                model.float()  # half precision is slow and inexact on CPUs
-            self._limit(model)
-            _harden(model)
-            self._model = model.eval()
+        place = pick_device(device)
+        with loading("Embedder", self.name):
+            try:
+                self._encoder: SentenceEncoder | LibraryEncoder = self._own(place)
+            except NotComputedHereError:
+                self._encoder = LibraryEncoder(self._folder, self.max_tokens, place)
             probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails now
             self._width: int = probe.shape[1]
             require_numbers(self.name, probe)
 
-    def _limit(self, model: Any) -> None:
-        """Set the model's length limit. Static vectors have none."""
-        own = getattr(type(model[0]), "max_seq_length", None)
-        if isinstance(own, property) and own.fset is None:
-            if self.max_tokens < UNLIMITED:
-                raise ConfigError(f"Embedder {self.name!r} reads texts of any length; leave max_tokens out.")
-        elif self.max_tokens < UNLIMITED:
-            model.max_seq_length = self.max_tokens
+    def _own(self, device: torch.device) -> SentenceEncoder:
+        """NotComputedHereError for a module or a setting that only sentence-transformers knows."""
+        from ragkv.model.encoder import NotComputedHereError, SentenceEncoder
+
+        modules = _module_list(self._folder.path)
+        if str(modules[-1]["type"]).endswith(".Normalize"):  # vectors always get unit length
+            modules.pop()
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+        folders = [self._folder.path / str(module.get("path", "")) for module in modules]
+        own: dict[str, Any] = {}
+        for file in sorted(folders[0].glob("sentence_*_config.json")):
+            own |= _read(file)
+        if (
+            kinds != ["Transformer", "Pooling", *["Dense"] * (len(kinds) - 2)]
+            or own.get("transformer_task", "feature-extraction") != "feature-extraction"
+            or (folders[0] / "adapter_config.json").exists()
+        ):
+            raise NotComputedHereError
+        file = self._folder.path / "config_sentence_transformers.json"
+        settings = _read(file) if file.exists() else {}
+        prompts = settings.get("prompts") or {}
+        usual = prompts.get(settings.get("default_prompt_name") or "", "")
+        names = ("query",), ("document", "passage", "corpus")
+        return SentenceEncoder(
+            self.name,
+            folders,
+            [_read(folder / "config.json") for folder in folders],
+            max_tokens=self.max_tokens,
+            device=device,
+            prompts=cast("Any", tuple(next((prompts[n] for n in some if n in prompts), usual) for some in names)),
+            lower=bool(own.get("do_lower_case")),
+        )
 
     def _embed(self, texts: Sequence[str], *, question: bool) -> Embedding:
         texts = list(texts)
@@ -640,36 +599,63 @@ class SentenceEmbedder(CheckpointModel):
         dense = np.zeros((len(texts), self._width), np.float32)
         if filled:
             with self._lock:
-                try:
-                    dense[filled] = self._encode([readable(texts[i]) for i in filled], question=question)
-                except RuntimeError as error:
-                    raise RetrievalError(
-                        f"Embedder {self.name!r} failed on {len(filled)} texts: {first_sentence(error)}; "
-                        "lower max_tokens."
-                    ) from error
+                dense[filled] = self._encode([readable(texts[i]) for i in filled], question=question)
         require_numbers(self.name, dense)
         return Embedding(dense=dense)
 
     def _encode(self, texts: list[str], *, question: bool) -> NDArray[np.float32]:
-        encode = self._model.encode_query if question else self._model.encode_document
-        encoded = encode(
-            texts,
-            batch_size=BATCH,
-            show_progress_bar=False,
-            convert_to_numpy=True,
-            normalize_embeddings=True,
+        rows: list[Any] = self._encoder.tokenise(texts, question=question)
+        vectors: list[NDArray[np.float32]] = in_batches(
+            [row.ids for row in rows], lambda batch: self._encoder.vectors([rows[i] for i in batch])
         )
-        vectors: NDArray[np.float32] = encoded.astype("float32", copy=False)
-        return vectors
+        return np.stack(vectors)
 
 
-def _harden(model: Any) -> None:
-    """Stop the tokenizer from reading special tokens in texts, unless one of the model's prompts contains one."""
-    tokenizer: Any = getattr(model, "tokenizer", None)
-    if not hasattr(tokenizer, "split_special_tokens"):
-        return
-    if not any(name in prompt for name in tokenizer.all_special_tokens for prompt in (model.prompts or {}).values()):
-        harden(tokenizer)
+class LibraryEncoder:
+    """A model of other modules, such as static vectors, by sentence-transformers itself, in float32 on a processor."""
+
+    def __init__(self, folder: Folder, max_tokens: int, device: torch.device) -> None:
+        from ragkv.model.loading import quiet_loading
+
+        with extra(
+            f"Embedder {folder.name!r} has modules that sentence-transformers computes", "sentence-transformers"
+        ):
+            from sentence_transformers import SentenceTransformer
+        with quiet_loading():
+            model = SentenceTransformer(
+                str(folder.path), device=str(device), local_files_only=True, trust_remote_code=False
+            )
+        if device.type == "cpu":
+            model.float()  # half precision is slow and inexact on CPUs
+        own = getattr(type(model[0]), "max_seq_length", None)
+        if isinstance(own, property) and own.fset is None:
+            if max_tokens < UNLIMITED:
+                raise ConfigError(f"Embedder {folder.name!r} reads texts of any length; leave max_tokens out.")
+        elif max_tokens < UNLIMITED:
+            model.max_seq_length = max_tokens
+        prompts = (model.prompts or {}).values()
+        tokenizer: Any = getattr(model, "tokenizer", None)
+        if hasattr(tokenizer, "split_special_tokens") and not any(
+            name in prompt for name in tokenizer.all_special_tokens for prompt in prompts
+        ):
+            harden(tokenizer)
+        self._model = model.eval()
+
+    def tokenise(self, texts: list[str], *, question: bool) -> list[_LibraryText]:
+        return [_LibraryText(text, question) for text in texts]
+
+    def vectors(self, rows: list[_LibraryText]) -> list[NDArray[np.float32]]:
+        encode = self._model.encode_query if rows[0].question else self._model.encode_document
+        encoded: NDArray[np.float32] = encode(
+            [row.ids for row in rows], batch_size=BATCH, show_progress_bar=False, normalize_embeddings=True
+        )
+        return list(encoded.astype("float32", copy=False))
+
+
+class _LibraryText(NamedTuple):
+    ids: str
+    """The text itself, whose length orders the batches."""
+    question: bool
 
 
 EMBEDDERS = PluginRegistry("ragkv.embedders")

@@ -1,21 +1,16 @@
-"""Cross-encoders such as bge-reranker-v2-m3, which read query and text together and return one raw logit.
-
-FlagEmbedding loads the model, but the loop around it is ragkv's own. FlagEmbedding's `compute_score` runs its first
-batch twice, which doubles the cost of a query whose candidates fit one batch. It also decodes tokens to text and
-tokenises that text again.
-"""
+"""Cross-encoders such as bge-reranker-v2-m3, which read query and text together and return one raw logit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.errors import ConfigError
 from ragkv.model.checkpoint import pick_device
-from ragkv.model.prompt import harden, readable
+from ragkv.model.prompt import readable
 from ragkv.retrievers.base import Reranker
 from ragkv.retrievers.embedders import (
     CheckpointModel,
@@ -24,15 +19,16 @@ from ragkv.retrievers.embedders import (
     load_plugin,
     loading,
     locate,
-    padded,
     require_numbers,
-    require_weights,
 )
 from ragkv.util.plugins import PluginRegistry
 
+if TYPE_CHECKING:
+    from ragkv.model.encoder import EncodedText
+
 
 class CrossEncoder(CheckpointModel):
-    """The `Reranker` over FlagEmbedding's `FlagReranker`, in fp16 on CUDA and in fp32 elsewhere.
+    """The `Reranker` over a sequence classifier with one label, in fp16 on CUDA and in fp32 elsewhere.
 
     If a pair exceeds `max_tokens`, the text is truncated. The question may take three quarters of `max_tokens`, as in
     FlagEmbedding, and is truncated beyond that.
@@ -60,7 +56,7 @@ class CrossEncoder(CheckpointModel):
             return []
         with self._lock:
             rows = self._pairs(question, texts)
-            logits = in_batches(rows, lambda batch: self._forward([rows[i] for i in batch]))
+            logits = in_batches([row.ids for row in rows], lambda batch: self._forward([rows[i] for i in batch]))
         self._require_finite(logits)
         return logits
 
@@ -70,51 +66,28 @@ class CrossEncoder(CheckpointModel):
         self._device = pick_device(device)
         folder = self._folder
         with loading("Reranker", self.name):
-            from FlagEmbedding import FlagReranker
+            from ragkv.model.encoder import Classifier, EncoderTokenizer
 
-            flag = FlagReranker(
-                str(folder.path),
-                trust_remote_code=False,
-                use_fp16=self._device.type == "cuda",
-                devices=str(self._device),
-            )
-            labels = flag.model.config.num_labels
-            if labels != 1:
-                raise ModelLoadError(
-                    f"Reranker {self.name!r} has {labels} output classes; give one with a single score."
-                )
-            require_weights(flag.model, folder.path, "Reranker", self.name)
-            flag.model.to(self._device, torch.float16 if self._device.type == "cuda" else torch.float32).eval()
-            self._flag = flag  # keep the whole object, because its destructor moves the model to the CPU
-            self._tokenizer: Any = flag.tokenizer
-            harden(self._tokenizer)  # otherwise a text could contain the separator and pose as another text
+            dtype = torch.float16 if self._device.type == "cuda" else torch.float32
+            self._classifier = Classifier(folder.path, f"Reranker {self.name!r}", self._device, dtype)
+            # hardened: otherwise a text could contain the separator and pose as another text
+            self._tokenizer = EncoderTokenizer(folder.path, self.max_tokens)
             # A broken model fails now.
             self._require_finite(self._forward(self._pairs("What is the capital of France?", ["Paris."])))
 
-    def _pairs(self, question: str, texts: list[str]) -> list[list[int]]:
-        """The token ids of question and text; a text is cut where the pair would exceed `max_tokens`."""
-        question = self._shortened(readable(question))
-        ids: list[list[int]] = self._tokenizer(
-            [question] * len(texts),
-            [readable(text) for text in texts],
-            truncation="only_second",
-            max_length=self.max_tokens,
-        )["input_ids"]
-        return ids
+    def _pairs(self, question: str, texts: list[str]) -> list[EncodedText]:
+        """The tokens of question and text; a text is cut where the pair would exceed `max_tokens`.
 
-    def _shortened(self, question: str) -> str:
-        """The question, or as much of it as fits into three quarters of `max_tokens`."""
-        most = self.max_tokens * 3 // 4
-        found = self._tokenizer(question, add_special_tokens=False, truncation=True, max_length=most)
-        encoding = found.encodings[0]
-        return question[: encoding.offsets[-1][1]] if encoding.overflowing else question
+        The question is cut beyond three quarters of `max_tokens`.
+        """
+        question = self._tokenizer.beginning(readable(question), self.max_tokens * 3 // 4)
+        return self._tokenizer([(question, readable(text)) for text in texts])
 
-    def _forward(self, rows: list[list[int]]) -> list[float]:
+    def _forward(self, rows: list[EncodedText]) -> list[float]:
         import torch
 
-        batch = padded(rows, self._tokenizer.pad_token_id, self._device)
         with torch.inference_mode():
-            logits: list[float] = self._flag.model(**batch, return_dict=True).logits.view(-1).float().tolist()
+            logits: list[float] = self._classifier(rows).float().tolist()
         return logits
 
     def _require_finite(self, logits: list[float]) -> None:

@@ -1,5 +1,6 @@
 """Small encoders with random weights in the file layouts of bge-m3, bge-reranker-v2-m3 and sentence-transformers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ WIDTH, POSITIONS = 32, 514  # as in bge-reranker-base: 512 tokens, because posit
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragkv.retrievers.embedders.BATCH", 4)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def exact() -> Iterator[None]:
+    """Float32, also where the processor has units for bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ragkv.model.encoder.half_type", lambda device: torch.float32)
+        yield
 
 
 @pytest.fixture(scope="session")

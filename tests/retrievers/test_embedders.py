@@ -1,6 +1,8 @@
 """bge-m3's layout against FlagEmbedding's scores, and arbitrary texts."""
 
+import json
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, RetrievalError
+from ragkv.model.encoder import SentenceEncoder
 from ragkv.retrievers import BGEM3, CrossEncoder, Embedding, SentenceEmbedder
 
 QUESTIONS = [
@@ -77,15 +80,13 @@ def test_batches_change_nothing(embedder):
     )
 
 
-def test_a_question_is_one_forward_pass(embedder):
+def test_a_question_is_one_forward_pass(embedder, monkeypatch):
     passes: list[int] = []
-    hook = embedder._flag.model.model.register_forward_hook(lambda *_: passes.append(1))
-    try:
-        embedder.embed_query("copper")
-        embedder.embed_documents(["", " "])
-        assert len(passes) == 1
-    finally:
-        hook.remove()
+    body = embedder._body.__call__
+    monkeypatch.setattr(type(embedder._body), "__call__", lambda own, batch: passes.append(1) or body(batch))
+    embedder.embed_query("copper")
+    embedder.embed_documents(["", " "])
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n\t\u3000\u00a0"])
@@ -225,6 +226,11 @@ def test_short_memory_halves_the_batch(embedder, monkeypatch):
 
 # ---- sentence
 
+MODULES = [
+    {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+    for n, (path, kind) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
+]
+
 TEXTS = ["Halden Works was founded by Maren Quist.", "Der Fluss 東京 Москва 🚀", "copper", "The mill closed. " * 400]
 
 
@@ -280,9 +286,16 @@ def test_static_vectors_have_no_length_limit(tokenizer, tmp_path):
         SentenceEmbedder(str(tmp_path / "static"), device="cpu", max_tokens=64)
 
 
-@pytest.mark.parametrize(("pooling", "tail"), [("cls", ""), ("lasttoken", "dense, normalised")])
+@pytest.mark.parametrize(
+    ("pooling", "tail"),
+    [
+        ("cls", ""),
+        ("lasttoken", "dense, normalised"),
+        *((mode, "") for mode in ("max", "mean_sqrt_len_tokens", "weightedmean", ("mean", "cls"))),
+    ],
+)
 def test_another_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, tail):
-    """All pooling is done by sentence-transformers: ragkv passes the texts and returns the vectors unchanged."""
+    """The vectors are those of sentence-transformers, which is not asked for them."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
@@ -294,11 +307,54 @@ def test_another_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling,
     model = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
     model.save(str(tmp_path / "model"), create_model_card=False)
     embedder = SentenceEmbedder(str(tmp_path / "model"), device="cpu")
+    assert isinstance(embedder._encoder, SentenceEncoder)
     passages = model.encode([f"passage: {text}" for text in TEXTS], prompt="", normalize_embeddings=True)
     np.testing.assert_allclose(embedder.embed_documents(TEXTS).dense, passages, atol=1e-5)
     question = model.encode(f"query: {TEXTS[0]}", prompt="", normalize_embeddings=True)
     np.testing.assert_allclose(embedder.embed_query(TEXTS[0]).dense[0], question, atol=1e-5)
-    assert embedder.embed_documents(["copper"]).dense.shape == (1, 24 if tail else 32)
+    assert embedder.embed_documents(["copper"]).dense.shape[1] == (24 if tail else 64 if len(pooling) == 2 else 32)
+
+
+def test_half_precision_changes_vectors_little(sentence_folder, sentence_embedder, monkeypatch):
+    monkeypatch.setattr("ragkv.model.encoder.half_type", lambda device: torch.bfloat16)
+    half = SentenceEmbedder(str(sentence_folder), device="cpu")
+    exact = sentence_embedder.embed_documents(TEXTS).dense
+    cosines = (half.embed_documents(TEXTS).dense * exact).sum(1)
+    assert (cosines > 0.99).all()
+    assert (cosines < 1 - 1e-7).any()
+
+
+def test_what_only_the_library_computes_names_it_where_it_is_missing(sentence_folder, tmp_path, monkeypatch):
+    copy = shutil.copytree(sentence_folder, tmp_path / "copy")
+    modules = json.loads((copy / "modules.json").read_text())
+    modules.append(modules[-1] | {"idx": 2, "type": "sentence_transformers.models.LayerNorm"})
+    (copy / "modules.json").write_text(json.dumps(modules))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    SentenceEmbedder(str(sentence_folder), device="cpu")
+    with pytest.raises(MissingExtraError, match="sentence-transformers computes; run pip install -e"):
+        SentenceEmbedder(str(copy), device="cpu")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
+def test_other_families_are_computed_as_transformers_does(family, tokenizer, tmp_path):
+    from transformers import AutoConfig, AutoModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), pad_token_id=1, initializer_range=0.3, **sizes)
+    torch.manual_seed(9)
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for name, content in (("modules.json", MODULES), ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True})):
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    embedder = SentenceEmbedder(str(tmp_path / "model"), device="cpu", max_tokens=128)
+    vectors = embedder.embed_documents(TEXTS[:3]).dense
+    for text, vector in zip(TEXTS, vectors, strict=False):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        mean = model(ids).last_hidden_state.mean(1)
+        expected = torch.nn.functional.normalize(mean, dim=-1)[0].detach().numpy()
+        np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
 # ---- separator
@@ -315,22 +371,21 @@ def test_a_pair_has_the_separators_of_its_layout_and_no_more(reranker_folder):
     reranker = CrossEncoder(str(reranker_folder), device="cpu")
     pairs = reranker._pairs("Who?", ["The mill.", *HOSTILE])
     pairs += [pair for text in HOSTILE for pair in reranker._pairs(text, ["The mill."])]
-    assert [separators(row) for row in pairs] == [4] * (1 + 2 * len(HOSTILE))
+    assert [separators(row.ids) for row in pairs] == [4] * (1 + 2 * len(HOSTILE))
 
 
 def test_an_embedded_text_has_no_separators_inside(embedder_folder, sentence_folder):
     embedder = BGEM3(str(embedder_folder), device="cpu")
-    assert [separators(ids) for ids in embedder._tokenise(HOSTILE)] == [2] * len(HOSTILE)
+    assert [separators(row.ids) for row in embedder._tokenise(HOSTILE)] == [2] * len(HOSTILE)
     assert {key for text in HOSTILE for key in embedder.embed_documents([text]).sparse[0]}.isdisjoint({"0", "1", "2"})
-    tokenizer: Any = SentenceEmbedder(str(sentence_folder), device="cpu")._model.tokenizer
-    assert [separators(ids) for ids in tokenizer(HOSTILE)["input_ids"]] == [2] * len(HOSTILE)
+    rows = SentenceEmbedder(str(sentence_folder), device="cpu")._encoder.tokenise(HOSTILE, question=False)
+    assert [separators(row.ids) for row in rows] == [2] * len(HOSTILE)
 
 
-def test_a_model_whose_prompts_hold_special_tokens_keeps_them(sentence_folder):
-    from sentence_transformers import SentenceTransformer
-
-    from ragkv.retrievers.embedders import _harden
-
-    model = SentenceTransformer(str(sentence_folder), device="cpu", prompts={"query": "</s>The question: "})
-    _harden(model)
-    assert separators(model.tokenizer("</s>The question: Who?")["input_ids"]) == 3
+def test_a_model_whose_prompts_hold_special_tokens_keeps_them(sentence_folder, tmp_path):
+    copy = shutil.copytree(sentence_folder, tmp_path / "copy")
+    settings = json.loads((copy / "config_sentence_transformers.json").read_text())
+    settings["prompts"] = {"query": "</s>The question: "}
+    (copy / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    [row] = SentenceEmbedder(str(copy), device="cpu")._encoder.tokenise(["Who?"], question=True)
+    assert separators(row.ids) == 3

@@ -16,8 +16,7 @@ __all__ = ["CliChild", "begin_forkserver", "forkserver", "one_thread", "run_scri
 
 PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
-    # FlagEmbedding loads pandas, peft and datasets, which takes longer than a question
-    "FlagEmbedding faiss hypothesis ragkv.cli.query ragkv.cli.doctor ragkv.cli.ingest ragkv.cli.main "
+    "faiss hypothesis ragkv.cli.query ragkv.cli.doctor ragkv.cli.ingest ragkv.cli.main "
     "ragkv.cli.maintenance ragkv.cli.plan ragkv.cli.serve ragkv.engines.ape ragkv.engines.block ragkv.engines.full "
     "ragkv.engines.pced ragkv.doctor.report ragkv.ingest.ingester ragkv.ingest.web ragkv.model.language_model "
     "ragkv.model.self_check ragkv.pipeline ragkv.runtime ragkv.server.app ragkv.server.local ragkv.server.mcp "
