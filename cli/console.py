@@ -83,6 +83,18 @@ class _Screen(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
+    @property
+    def file(self) -> IO[str]:
+        """The stream below every wrapper: below a bar's, which is around `_Guard`."""
+        stream = super().file
+        while (below := getattr(stream, "rich_proxied_file", None)) is not None:
+            stream = below
+        return stream
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        self._file = stream
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape a cell before rich measures its width; a cell is one line."""
         return super().render_str(one_line(text), **options)
@@ -265,6 +277,19 @@ def print_grid(head: Sequence[str], body: Sequence[Sequence[str]], *, words: Seq
     for cells in body:
         table.add_row(*cells)
     draw(table, width=_WIDEST)
+
+
+@contextmanager
+def loading(model: str | None, *, silent: bool) -> Iterator[None]:
+    """A line on a terminal while a model is loaded, which vanishes; it appears before anything slow is imported."""
+    if silent or not stderr.is_terminal:
+        yield
+        return
+    from rich.live import Live
+
+    line = Text(one_line(f"loading {model or 'the model'} …"), style="dim")
+    with Live(line, console=stderr, transient=True, auto_refresh=False, redirect_stdout=False):
+        yield
 
 
 Show = Callable[[str, float, float | None, str], None]

@@ -24,6 +24,7 @@ from ragkv.cli.console import (
     echo_delta,
     echo_text,
     fail,
+    loading,
     note,
     note_quote,
     note_text,
@@ -252,10 +253,11 @@ def query(
             reply = server.query(query_body(question, options, warnings=not quiet), note)
     with ExitStack() as held:
         if reply is None:
-            source = held.enter_context(_source(ctx, index, context, model, device, limits, tuning, quiet=quiet))
-            reply = source.stream(question, **options)
-            rag = None if context else cast("RagKV", source)
-            for warning in [] if quiet else question_warnings(rag, reply):
+            with loading(model if context else load_config(index).model, silent=quiet):
+                source = held.enter_context(_source(ctx, index, context, model, device, limits, tuning, quiet=quiet))
+                reply = source.stream(question, **options)
+                warnings = [] if quiet else question_warnings(None if context else cast("RagKV", source), reply)
+            for warning in warnings:
                 note(warning)
         held.callback(reply.close)
         for delta in reply:
@@ -478,11 +480,13 @@ class Chat:
                 return there(self._server)
             except UnservedError:
                 self._server = None
-        if self._rag is None:
+        if self._rag is not None:
+            return here(self._rag)
+        with loading(load_config(self._index).model, silent=self._quiet):
             from ragkv.pipeline import RagKV
 
             self._rag = self._opened.enter_context(RagKV.open(self._index, device=self._device))
-        return here(self._rag)
+            return here(self._rag)
 
     def take(self, line: str) -> bool:
         """Answer a line or run its command; False if it ends the conversation."""
