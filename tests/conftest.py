@@ -302,10 +302,19 @@ def unlike_family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither use nor create the developer's key or settings."""
+    """Neither use nor create the developer's key, settings or cache, but for compiled kernels."""
+    from ragkv.util.files import user_folder
+
+    kernels, cache = (
+        base / "ragkv" for base in (user_folder("XDG_CACHE_HOME", ".cache"), tmp_path_factory.mktemp("x"))
+    )
+    cache.mkdir()
+    (kernels / "numba").mkdir(parents=True, exist_ok=True)
+    (cache / "numba").symlink_to(kernels / "numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        patch.setenv("XDG_CACHE_HOME", str(cache.parent))
         yield
 
 

@@ -69,7 +69,7 @@ def model_requirements(name: str, *, dtype: str = "auto", device: str | None = N
         dtype=str(model.dtype).removeprefix("torch."),
         device=", ".join(dict.fromkeys(map(str, model.place))) if isinstance(model.place, tuple) else str(model.place),
         parameters=model.parameters,
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.module.parameters()),
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.network.parameters()),
         positions=model.max_positions,
         windows=tuple(model.windows),
         quantised=None if packed is None else packed.regime,

@@ -214,7 +214,7 @@ def attention_backend(by: AttentionBackend, *, seen: list[LayerMask] | None = No
         _running.reset(token)
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -253,7 +253,7 @@ def attend_by_ragkv(model: Any) -> None:
     """Have a transformers model call ragkv's attention function and mask function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, visible)
     model.set_attn_implementation(NAME)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -262,9 +263,20 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
     total = hashlib.sha256()
     for path in files:
         with path.open("rb") as stream:
-            total.update(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}:".encode())
-            total.update(hashlib.file_digest(stream, "sha256").digest())
+            status = os.fstat(stream.fileno())
+            total.update(f"{path.relative_to(folder).as_posix()}:{status.st_size}:".encode())
+            state = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            digest = _DIGESTS.get(state) or hashlib.file_digest(stream, "sha256").digest()
+            if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED:
+                _DIGESTS[state] = digest
+            total.update(digest)
     return total.hexdigest()
+
+
+_DIGESTS: dict[tuple[int, ...], bytes] = {}
+"""The digests of this process by a file's identity, size and times."""
+_SETTLED = 10.0
+"""Seconds after which a file's next change has other times, on any file system; until then it is read each time."""
 
 
 def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:

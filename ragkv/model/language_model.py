@@ -38,6 +38,7 @@ from ragkv.model.attention_hook import (
     without_rotary,
 )
 from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.decoder import PlainDecoder
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
@@ -180,8 +181,9 @@ class LanguageModel:
         fit_threads()
         self._hold(model, tokenizer, checkpoint)
         refuse_by_name(checkpoint.name, self.config)
-        adapt(self._model)
-        attend_by_ragkv(self._model)
+        if not isinstance(model, PlainDecoder):
+            adapt(self._model)
+            attend_by_ragkv(self._model)
         self._latents = latents_of(model)
         self.shared: Mapping[int, int] = {}
         """Layers that reuse another layer's keys and values (Gemma 3n) -> that layer; found by the self-check on load.
@@ -212,7 +214,11 @@ class LanguageModel:
         self.max_positions, self._reach = reach(self.config)
         holders = (self.config, *model.modules())
         self._companions: dict[Any, Any] = {}
-        self._lock = threading.Lock()
+        self._lock, self._whole_lock = threading.Lock(), threading.RLock()
+        self.load_whole: Callable[[], Any] | None = None
+        """Loads transformers' own model, as passes need it; None if passes run on it already."""
+        self.optimize: Callable[[LanguageModel], None] = lambda _: None
+        """What was done to its layers after the check."""
         self.windows = sorted({w for h in holders if isinstance(w := getattr(h, "sliding_window", None), int)})
 
     def companion(self, kind: Callable[[LanguageModel], T], make: Callable[[LanguageModel], T] | None = None) -> T:
@@ -239,7 +245,21 @@ class LanguageModel:
 
     @property
     def module(self) -> Any:
-        """transformers' own model, for fine-tuning; after training, this object uses the trained weights."""
+        """transformers' own model, for fine-tuning; after training, this object uses the trained weights.
+
+        If passes run on a `PlainDecoder` so far, it is loaded, and passes run on it from now on.
+        """
+        with self._whole_lock:
+            if (load := self.load_whole) is not None:
+                self.load_whole = None
+                self._model = load()
+                self.config = self._model.config.get_text_config(decoder=True)
+                self.optimize(self)
+        return self._model
+
+    @property
+    def network(self) -> Any:
+        """The module that passes run on: transformers' own, or a `PlainDecoder` with the same weights."""
         return self._model
 
     @property
@@ -358,11 +378,12 @@ class LanguageModel:
     ) -> Tensor:
         """The fp32 logits of the tokens `keep` of a pass that attends `by` a step; the step is not committed."""
         logits = torch.empty((0, 0))
-        cache = _packed_cache()()
+        model = self._model
+        cache = None if isinstance(model, PlainDecoder) else _packed_cache()()
         by = LatentAttention(by, self._latents, cache) if self._latents else by
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
-                self._model(
+                model(
                     **inputs,
                     position_ids=positions[None],
                     past_key_values=cache,
@@ -421,7 +442,7 @@ class LanguageModel:
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
         """transformers' own model and attention over the same weights, for the self-check and for baselines."""
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
-        eager = capped or (implementation == "sdpa" and not getattr(self._model, "_supports_sdpa", False))
+        eager = capped or (implementation == "sdpa" and not getattr(self.module, "_supports_sdpa", False))
         with torch.inference_mode():
             yield self.with_attention("eager" if eager else implementation)
 
@@ -440,7 +461,7 @@ class LanguageModel:
 
     def with_attention(self, name: str) -> Any:
         """transformers' model over the same weights, attending by the registered function `name`."""
-        other = shallow_copy(self._model)
+        other = shallow_copy(self.module)
         other.set_attn_implementation(name)
         return other
 

@@ -174,7 +174,7 @@ def _optimize_norms(model: LanguageModel) -> None:
     if model.dtype != torch.float32 and not (model.dtype == torch.bfloat16 and _has_dot("bfloat16")):
         return
     forms: dict[Any, str | None] = {}
-    for norm in model.module.modules():
+    for norm in model.network.modules():
         weight = getattr(norm, "weight", None)
         epsilon = next((getattr(norm, name) for name in _EPSILONS if hasattr(norm, name)), None)
         if "RMSNorm" not in type(norm).__name__ or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
@@ -221,7 +221,7 @@ def optimize_layers(model: LanguageModel) -> None:
     _optimize_norms(model)
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16) or _kernels() is None:
         return
-    layers = [layer for layer in dict.fromkeys(layer for *_, layer in _large_layers(model.module)) if _fits(layer)]
+    layers = [layer for layer in dict.fromkeys(layer for *_, layer in _large_layers(model.network)) if _fits(layer)]
     if model.dtype == torch.float32:
         memory = _memory([2 * layer.weight.numel() for layer in layers])
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -280,7 +280,7 @@ def _gather(weights: Sequence[nn.Parameter]) -> None:
 def _by_kernels(model: LanguageModel) -> bool:
     """Whether ragkv's kernels compute all large layers of a model and its attention."""
     kinds = KernelLinear, Int8Linear, nn.Embedding
-    others = (module for module in model.module.modules() if not isinstance(module, kinds))
+    others = (module for module in model.network.modules() if not isinstance(module, kinds))
     large = any(own.numel() >= LEAST_WEIGHTS for module in others for own in module.parameters(recurse=False))
     return not large and getattr(model.config, "attn_logit_softcapping", None) is None
 
@@ -356,7 +356,7 @@ def int8_weights(model: LanguageModel) -> None:
         )
     _optimize_norms(model)
     rounded: dict[Any, Int8Linear] = {}
-    for parent, key, layer in _large_layers(model.module):
+    for parent, key, layer in _large_layers(model.network):
         rounded[layer] = rounded.get(layer) or Int8Linear(layer)
         setattr(parent, key, rounded[layer])
     _gather([layer.weight for layer in rounded.values()])

@@ -5,8 +5,9 @@ weights with random numbers after a warning, and allocate whatever sizes a confi
 an error of one sentence. Layer types and kinds of RoPE are an allowlist, so that a new one in transformers is refused
 by name until it has been checked.
 
-A GGUF file is unpacked once: transformers takes ten seconds for what it then reads in a second. The copy is in the
-user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the file's digest, the dtype and transformers' version.
+A GGUF file is unpacked once: transformers takes ten seconds for what it then reads in a second. The copy, with the
+adapter merged, is in the user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the digest of both, the dtype and
+transformers' version.
 
 A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and
 after the layers is on the first device, with the token ids; an untied output matrix, often the largest of all, is on
@@ -187,24 +188,21 @@ def open_checkpoint(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.
     Raises UnsupportedModelError for what ragkv cannot run exactly, MissingExtraError for a quantised checkpoint whose
     package is not installed, and ModelLoadError for everything else that a broken, foreign or hostile folder leads to.
     """
+    copy = None
+    if checkpoint.file is not None:
+        with describe_error("Model", checkpoint.name):
+            dtype = checkpoint.picked(dtype, devices[0])
+            copy = UnpackedCopy.of(checkpoint, dtype)
+    if copy is not None and copy.is_whole():
+        return _open(copy.checkpoint, dtype=dtype, devices=devices)
+    model, tokenizer = _open(checkpoint, dtype=dtype, devices=devices)
     if checkpoint.adapter is not None:
-        plain = replace(checkpoint, adapter=None)
-        model, tokenizer = open_checkpoint(plain, dtype=dtype, devices=devices)
         with describe_error("Adapter of model", checkpoint.name):
             merge_adapter(model, Path(checkpoint.adapter))
-        return model, tokenizer
-    if checkpoint.file is None:
-        return _open(checkpoint, dtype=dtype, devices=devices)
-    with describe_error("Model", checkpoint.name):
-        dtype = checkpoint.picked(dtype, devices[0])
-        copy = _UnpackedCopy.of(checkpoint, dtype)
-    if copy is not None and copy.is_whole():
-        return _open(replace(checkpoint, location=str(copy.folder), file=None), dtype=dtype, devices=devices)
-    opened = _open(checkpoint, dtype=dtype, devices=devices)
     if copy is not None:
         with describe_error("Model", checkpoint.name), quiet_loading(reports=False):
-            copy.write(*opened)
-    return opened
+            copy.write(model, tokenizer)
+    return model, tokenizer
 
 
 def merge_adapter(model: Any, folder: Path) -> None:
@@ -228,8 +226,8 @@ def merge_adapter(model: Any, folder: Path) -> None:
 
 
 def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:
-    """As `open_checkpoint`; a GGUF file is unpacked."""
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+    """As `open_checkpoint`, without the adapter; a GGUF file is unpacked."""
+    from transformers import AutoConfig
 
     name, place = checkpoint.name, checkpoint.location
     options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
@@ -249,9 +247,7 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 _require_layers(checkpoint, len(shapes), gguf)
             config = AutoConfig.from_pretrained(place, **options)
             refuse_whole(name, config.get_text_config(decoder=True))
-            # an unpacked copy keeps its text splitting in tokenizer.json; the family's class would replace it
-            reader = PreTrainedTokenizerFast if Path(place, _MANIFEST).exists() else AutoTokenizer
-            tokenizer = reader.from_pretrained(place, **options)
+            tokenizer = _tokenizer(place, options)
             if gguf is not None:
                 _split_digits(tokenizer, gguf)
             if shapes is not None:
@@ -274,6 +270,20 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
         _require_weights(name, info)
         return model if packed is not None or len(devices) > 1 else model.to(devices[0]), tokenizer
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Any:
+    """transformers' tokenizer of a folder."""
+    with describe_error("Model", checkpoint.name), quiet_loading():
+        return _tokenizer(checkpoint.location, {"local_files_only": True, "trust_remote_code": False})
+
+
+def _tokenizer(place: str, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # an unpacked copy keeps its text splitting in tokenizer.json; the family's class would replace it
+    reader = PreTrainedTokenizerFast if Path(place, _MANIFEST).exists() else AutoTokenizer
+    return reader.from_pretrained(place, **options)
 
 
 def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -518,22 +528,24 @@ def _split_digits(tokenizer: Any, gguf: Any) -> None:
 
 
 _MANIFEST = "ragkv-unpacked.json"
-_LAYOUT = 1  # raised when ragkv's own code changes the content of a copy
+_LAYOUT = 2  # raised when ragkv's own code changes the content of a copy
 
 
-class _UnpackedCopy:
-    """An unpacked GGUF file in the user's cache: a model folder and the xxh3 checksums of its files.
+class UnpackedCopy:
+    """An unpacked GGUF file in the user's cache, with its adapter merged: a model folder and the xxh3 checksums of its
+    files.
 
     A folder gets its name when it is complete. One that another process has locked is being written; one without a lock
     was left behind by a process that was killed.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
         self.folder = folder
-        self._name = name
+        self.checkpoint = replace(checkpoint, location=str(folder), file=None, adapter=None)
+        """The copy as a checkpoint of its own."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: str) -> _UnpackedCopy | None:
+    def of(cls, checkpoint: Checkpoint, dtype: str) -> UnpackedCopy | None:
         """The location of a checkpoint's copy, whether it exists or not; None, with a warning, for a user without a
         home."""
         try:
@@ -542,12 +554,13 @@ class _UnpackedCopy:
             _warn(checkpoint.name, str(error))
             return None
         made_by = f"{_LAYOUT}-{version('transformers')}"
-        return cls(base / f"{checkpoint.digest(None)[:32]}-{dtype}-{made_by}", checkpoint.name)
+        name = hashlib.sha256(checkpoint.digest(None).encode()).hexdigest()[:32]
+        return cls(base / f"{name}-{dtype}-{made_by}", checkpoint)
 
     def is_whole(self) -> bool:
         """Whether it exists and is intact; a damaged copy is removed."""
         try:
-            if parse_json(read_plain(self.folder / _MANIFEST)) == _checksums(self.folder):
+            if parse_json(read_plain(self.folder / _MANIFEST)) == checksums(self.folder):
                 return True
             reason = "its checksums are not those of its files"
         except (FileNotFoundError, NotADirectoryError):
@@ -572,14 +585,14 @@ class _UnpackedCopy:
             with _locked(fresh):
                 model.save_pretrained(fresh)
                 tokenizer.save_pretrained(fresh)
-                write_plain(fresh / _MANIFEST, json.dumps(_checksums(fresh)).encode())
+                write_plain(fresh / _MANIFEST, json.dumps(checksums(fresh)).encode())
                 for path in (*fresh.iterdir(), fresh):
                     sync_path(path)
                 fresh.rename(self.folder)
                 sync_path(fresh.parent)
         except (OSError, SafetensorError) as error:
             if not self.folder.is_dir():  # otherwise another process has written it in the meantime
-                _warn(self._name, str(error))
+                _warn(self.checkpoint.name, str(error))
         finally:
             with suppress(OSError):
                 shutil.rmtree(fresh)
@@ -594,7 +607,7 @@ def _warn(name: str, reason: str) -> None:
     )
 
 
-def _checksums(folder: Path) -> dict[str, str]:
+def checksums(folder: Path) -> dict[str, str]:
     """The xxh3 checksum of every file except the list of checksums."""
     checksums = {}
     for path in sorted(folder.iterdir()):
@@ -635,7 +648,7 @@ def _stored_shapes(checkpoint: Checkpoint, gguf: Any) -> list[tuple[int, ...]] |
     if gguf is not None:
         return [tuple(map(int, tensor.shape)) for tensor in gguf.tensors]
     shapes: list[tuple[int, ...]] = []
-    if paths := _safetensors(folder):
+    if paths := weight_files(folder):
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 shapes += [tuple(file.get_slice(key).get_shape()) for key in file.keys()]  # noqa: SIM118
@@ -647,7 +660,7 @@ def _stored_shapes(checkpoint: Checkpoint, gguf: Any) -> list[tuple[int, ...]] |
     return shapes if paths else None
 
 
-def _safetensors(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that transformers would read: one, or those that an index lists."""
     if (whole := folder / "model.safetensors").exists():
         return [whole]

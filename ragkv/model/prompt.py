@@ -312,6 +312,10 @@ class Tokens:
         self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
 
     @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
     def control_ids(self) -> frozenset[int]:
         """The control tokens, which text of a document or a question never becomes."""
         return self._control.ids

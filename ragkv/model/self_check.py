@@ -41,6 +41,7 @@ from ragkv.model.language_model import LanguageModel, shallow_copy
 from ragkv.model.linear import int8_weights, optimize_layers
 from ragkv.model.loading import chooses_by_index, describe_error, open_checkpoint, quiet_loading
 from ragkv.model.stateful import ResumeOptions, StatefulModel
+from ragkv.model.verdict import CheckRecord
 from ragkv.types import Capability
 from ragkv.util.display import first_sentence
 
@@ -629,18 +630,30 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, tra
         require_on_hub(checkpoint.location)
     devices = pick_devices(device, checkpoint.weight_bytes)
     float_dtype = "float32" if dtype == "int8" else dtype
+    optimize = int8_weights if dtype == "int8" else optimize_layers
+    record = CheckRecord.of(checkpoint, float_dtype, devices)
+    if record is not None and not train:
+        with describe_error("Model", name):
+            loaded = record.plain_model()
+            if loaded is not None:
+                loaded.optimize = optimize
+                optimize(loaded)
+                return loaded
     model, tokenizer = open_checkpoint(checkpoint, dtype=float_dtype, devices=devices)
     with describe_error("Model", name), quiet_loading(reports=False):
-        loaded = load_checked(model, tokenizer, checkpoint)
-        if dtype == "int8":
-            int8_weights(loaded)
-        elif not train:
-            optimize_layers(loaded)
+        if record is None:
+            revision = getattr(model.config, "_commit_hash", None)
+            record = CheckRecord.of(checkpoint, float_dtype, devices, revision)
+        loaded = load_checked(model, tokenizer, checkpoint, record)
+        if dtype == "int8" or not train:
+            optimize(loaded)
         return loaded
 
 
-def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> LanguageModel:
-    """Load a model and check that its numbers are transformers' own.
+def load_checked(
+    model: Any, tokenizer: Any, checkpoint: Checkpoint, record: CheckRecord | None = None
+) -> LanguageModel:
+    """Load a model and check that its numbers are transformers' own, unless a `record` on it is kept.
 
     A model whose chunks cannot be merged or moved exactly is run by resuming its cache (`StatefulModel`), if that is
     exact; `missing_capabilities` says why. Raises UnsupportedModelError with both reasons, and ModelLoadError when the
@@ -656,7 +669,10 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
         )
     try:
         loaded = LanguageModel(model, tokenizer, checkpoint)
-        check_model(loaded)
+        if record is None or not record.settle(loaded):
+            check_model(loaded)
+            if record is not None:
+                record.write(loaded)
         return loaded
     except UnsupportedModelError as error:
         because = _reason(error)

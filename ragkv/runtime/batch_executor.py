@@ -63,7 +63,7 @@ class BatchExecutor:
 
     def generation(self) -> int:
         if self._state is None or not self._state.same_numbers():
-            self._state = ModuleState(self.model.module)
+            self._state = ModuleState(self.model.network)
             self._generation += 1
         return self._generation
 

@@ -75,6 +75,9 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
 
     Its `input_ids` are the generated tokens alone, as with `prompt_ignore_length` of transformers' penalty.
     """
+    penalties = decoding.presence_penalty, decoding.frequency_penalty
+    if decoding.repetition_penalty == 1 and not any((*penalties, own, decoding.effective_temperature)):
+        return ()  # without importing transformers
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -87,7 +90,7 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     chain = LogitsProcessorList()
     if decoding.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
-    if decoding.presence_penalty or decoding.frequency_penalty:
+    if any(penalties):
         chain.append(partial(_penalised, presence=decoding.presence_penalty, frequency=decoding.frequency_penalty))
     chain.extend(own)
     if not decoding.effective_temperature:

@@ -185,6 +185,11 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler (a second) at the first operation, only to leave this class out."""
+        return False
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _composite(op):  # under inference_mode an operation arrives undecomposed
@@ -347,7 +352,7 @@ class PiecewiseGraphs:
             self._passes[size] += 1
             if size not in self._captured and self._passes[size] >= self._needed:
                 try:
-                    self._state = self._state or ModuleState(model.module)
+                    self._state = self._state or ModuleState(model.network)
                     captured = self._capture_pass(model, *size)
                     if self._capture is None:
                         _compare(captured, model, step, tokens, positions, keep)
@@ -371,7 +376,7 @@ class PiecewiseGraphs:
         return self._sizes[bisect.bisect_left(self._sizes, len(numbers))]
 
     def _capture_pass(self, model: LanguageModel, tokens: int, logits_kept: int) -> _Captured:
-        if {parameter.device for parameter in model.module.parameters()} != {model.device}:
+        if {parameter.device for parameter in model.network.parameters()} != {model.device}:
             raise ValueError("its layers are on several devices")
         capture = Recording() if self._capture is None else self._capture(model.device)
         ids, positions, keep = (
@@ -468,7 +473,7 @@ class DecodeGraph:
         self._off = again is None
         if again is not None:
             try:
-                self._state = ModuleState(model.module)
+                self._state = ModuleState(model.network)
                 self._captured = tokens, self._capture(model.device).whole(again), again
             except Exception as error:  # the model synchronises with the device, or leaves torch
                 self._off = True

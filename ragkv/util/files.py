@@ -165,10 +165,10 @@ def overwrite_plain(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_plain(path: Path, content: bytes) -> None:
+def replace_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """Replace a file's content atomically: a reader sees the old content or the new one."""
     fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    write_plain(fresh, content)
+    write_plain(fresh, content, mode=mode)
     try:
         fresh.replace(path)
     except OSError:
@@ -232,6 +232,11 @@ def keyed_checksum(path: Path) -> bytes:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(key=_key(), digest_size=_BYTES)).hexdigest().encode()
 
 
+def keyed_digest(content: bytes) -> bytes:
+    """The keyed checksum of some bytes, 64 hex digits."""
+    return hashlib.blake2b(content, key=_key(), digest_size=_BYTES).hexdigest().encode()
+
+
 def has_keyed_checksum(path: Path, mark: Path) -> bool:
     """Whether the file `mark` holds the keyed checksum of `path`. `OSError` if either cannot be read."""
     return secrets.compare_digest(read_plain(mark, limit=2 * _BYTES), keyed_checksum(path))
@@ -244,7 +249,7 @@ def _key() -> bytes:
         return _kept_key(key_file())
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "the key for approximate indexes cannot be stored (%s), so every process builds them again: let "
+            "the key for derived files cannot be stored (%s), so every process makes them again: let "
             "XDG_STATE_HOME name a folder that you may write to",
             error,
         )

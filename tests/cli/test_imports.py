@@ -100,3 +100,21 @@ def test_a_gpu_that_cannot_be_there_is_refused_before_torch_is_loaded() -> None:
         assert (code, found) == (1, []), line
         assert str(result).startswith(f"ragkv: Device '{device}' is not available: "), line
         assert str(result).endswith("leave --device out to use the CPU.\n"), line
+
+
+def test_a_question_to_a_model_that_was_checked_loads_torch_and_little_else(index: Path) -> None:
+    """Neither transformers nor torch's compiler, nor a library for another search or another door."""
+    asked = ["query", "Who founded Halden Works?", "--index", str(index), "--device", "cpu", "--no-server"]
+    needless = [
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "llama_index",
+        "fastapi",
+        "accelerate",
+        "pypdfium2",
+    ]
+    others = [name for name in (*HEAVY, *needless) if name not in ("torch", "bm25s", "tokenizers", "scipy")]
+    for number in range(2):
+        [[code, error, found]] = loaded([*asked, "--max-new-tokens", "12"], heavy=others)
+        assert (code, error) == (0, "") or not number, error
+    assert found == []

@@ -467,7 +467,7 @@ class TestGGUF:
         as_loaded = opened(found)
         [folder] = unpacked()
         before = {path.name: path.stat().st_ino for path in folder.iterdir()}
-        copy = loading._UnpackedCopy.of(found, "float32")
+        copy = loading.UnpackedCopy.of(found, "float32")
         assert copy is not None
         copy.write(*as_loaded)  # like a second process that began before the copy existed
         assert caplog.messages == []
@@ -492,7 +492,7 @@ class TestGGUF:
     def test_killed_while_it_writes(self, file):
         child = os.fork()
         if not child:
-            loading._checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+            loading.checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
             try:
                 opened(resolve(str(file)))
             finally:
