@@ -471,6 +471,7 @@ class Chat:
             engine=self.engine,
             search_for=conversation.search_text(question),
             rewrite=conversation.rewrite_text(question),
+            message=question,
             **self._options,
         )
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,6 +182,7 @@ def serve(
         run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, places, as_json=as_json, quiet=quiet))
         return
     folders = {name: Path(place) for name, place in places.items()}
+    registry = _made_file(next(iter(folders.values())))
     for folder in folders.values():
         load_config(folder)  # if the index does not exist, nothing heavy is imported
     if background:
@@ -190,7 +191,7 @@ def serve(
     limits = {"batch_tokens": batch_tokens, "max_sequences": max_sequences}
     opening = {"device": device, "readonly": read_only or None, "runtime": runtime, **limits}
     _log_requests(quiet=quiet, as_json=log_format == "json")
-    _serve_here(folders, settings, opening, as_json=as_json, quiet=quiet)
+    _serve_here(folders, settings, opening, registry, as_json=as_json, quiet=quiet)
 
 
 def _add_key(name: str, keys: Path | None, *, as_json: bool) -> None:
@@ -205,8 +206,21 @@ def _add_key(name: str, keys: Path | None, *, as_json: bool) -> None:
         echo(key)
 
 
+def _made_file(first: Path) -> Path | None:
+    """Where a server remembers the indexes that clients had it make beside its first one."""
+    with suppress(RagkvError):
+        return log_file(first).with_suffix(".json")
+    return None
+
+
 def _serve_here(
-    folders: Mapping[str, Path], settings: ServerSettings, opening: Mapping[str, Any], *, as_json: bool, quiet: bool
+    folders: dict[str, Path],
+    settings: ServerSettings,
+    opening: Mapping[str, Any],
+    registry: Path | None,
+    *,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Answer in this process until it is stopped, from the indexes in `folders`, opened with the options `opening`."""
     from ragkv.server.settings import limit_heaps, reserve
@@ -220,14 +234,19 @@ def _serve_here(
         raise MissingExtraError(f"ragkv serve needs {error.name}; {install_hint('serve')}.") from error
     from ragkv.engines import make_engine
     from ragkv.pipeline import RagKV
-    from ragkv.server.schemas import ServedIndexes
+    from ragkv.server.schemas import ServedIndexes, made_indexes
 
+    if registry is not None:
+        folders |= {name: Path(folder) for name, folder in made_indexes(registry).items() if name not in folders}
     with ExitStack() as opened:
         opened.enter_context(listening)
         opened.callback(export_spans())
-        indexes = {}
+        indexes: dict[str, RagKV] = {}
         for name, folder in folders.items():
-            rag = indexes[name] = opened.enter_context(RagKV.open(folder, **opening))
+            rag = opened.enter_context(RagKV.open(folder, **opening))
+            for other in indexes.values():
+                rag.index.share_model(other.index)
+            indexes[name] = rag
             rag.index.require_same_model()
             try:
                 make_engine(rag.config.default_engine, rag.config.tuning)
@@ -244,7 +263,7 @@ def _serve_here(
         gc.collect()
         gc.freeze()  # to search all that is loaded by now for garbage takes 0.3 s, in which every answer waits
         run_server(
-            ServedIndexes(indexes),
+            ServedIndexes(indexes, registry),
             settings,
             lambda url: _ready(url, indexes, as_json=as_json, quiet=quiet),
             listening,

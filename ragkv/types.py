@@ -196,6 +196,9 @@ class KVUse:
         return KVUse(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
+IntentName: TypeAlias = Literal["question", "greeting", "thanks", "summary"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A finished answer (docs/design.md)."""
@@ -223,6 +226,10 @@ class Answer:
         tuple[str, ...],
         "The search queries that the model has written: a rewritten follow-up question, then those of further steps.",
     ] = ()
+    intent: Annotated[
+        IntentName,
+        "What the message was taken for; all but a question are answered without a search.",
+    ] = "question"
     fields: Annotated[
         Mapping[str, int],
         "For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer.",
@@ -248,6 +255,7 @@ class Answer:
             fields=result.get("fields", {}),
             reasoning=result.get("reasoning", ""),
             queries=tuple(result.get("queries", ())),
+            intent=result.get("intent", "question"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -266,6 +274,7 @@ class Answer:
             "fields": dict(self.fields),
             "reasoning": self.reasoning,
             "queries": list(self.queries),
+            "intent": self.intent,
         }
 
 

@@ -50,7 +50,7 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
         assert won == [None, None]
     found = answer.to_json()
     parts = {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding", "charge"}
-    parts |= {"dtype", "fields", "reasoning", "queries"}
+    parts |= {"dtype", "fields", "reasoning", "queries", "intent"}
     assert set(found) == parts
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
     assert (found["charge"] is not None and found["charge"] > 0) == (engine == "blend")

@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragkv.config import IndexConfig, StepsConfig
 from ragkv.decoding import GREEDY, Decoding
 from ragkv.errors import NothingFoundError, StoreError
-from ragkv.index.conversation import WrittenQueries, first_line
+from ragkv.index.conversation import WrittenQueries, first_line, interleaved
 from ragkv.index.index import Index
+from ragkv.index.intent import MAX_SUMMARY_CHUNKS, QUESTION, SUMMARY_PARAMETERS, Intent, intent_of, outline, summarised
 from ragkv.index.kv_source import After, KVSource, Prefetch, Reads
 from ragkv.index.search import Finder
 from ragkv.index.snippets import WordWeights, snippets
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from ragkv.runtime import Generation, Job, Lease, Runtime, Token
 
 
+_UNSEARCHED = 0.5  # relevance of a chunk that no search has found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTask:
     """A question with every option set, the engine that answers it, and how the model writes search queries."""
@@ -42,6 +47,7 @@ class AnswerTask:
     engine: Engine
     decoding: Decoding
     writing: StepsConfig = field(default_factory=StepsConfig)
+    intent: Intent = QUESTION
 
     def query_task(self, prompt: str, *, engine: Engine | None = None) -> AnswerTask:
         """The task of writing a search query: greedy, unconstrained and without thinking."""
@@ -90,7 +96,10 @@ def validate_task(config: IndexConfig, asked: str | Question | Mapping[str, Any]
     query = Question.of(asked, **common)
     decoding, query = query.decoding_settings(config), query.completed(config)
     engine = make_engine(query.engine, config.tuning, context=config.encoding.context)
-    return AnswerTask(query=query, engine=engine, decoding=decoding, writing=config.steps)
+    shaped = decoding.schema or decoding.regex or decoding.grammar or query.tail is not None
+    free = query.chunks is None and query.only is None and not shaped
+    intent = intent_of(query.message or query.question) if free else QUESTION
+    return AnswerTask(query=query, engine=engine, decoding=decoding, writing=config.steps, intent=intent)
 
 
 class AnswerOwner(Protocol):
@@ -123,6 +132,9 @@ class AnswerBackend(Protocol):
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         """The chunks for a question; NothingFoundError if there are none."""
+
+    def beginnings(self, task: AnswerTask) -> list[ScoredChunk]:
+        """The first chunks of the documents that a summary is asked of; none if there is no such document."""
 
     def word_weights(self, words: Sequence[str]) -> Mapping[str, float]:
         """The rarity of words, for snippets (`WordWeights`)."""
@@ -184,6 +196,15 @@ class IndexBackend:
                 else "No chunk of the index matches the question; ask with words that the documents use."
             )
         return chunks
+
+    def beginnings(self, task: AnswerTask) -> list[ScoredChunk]:
+        documents = self._finder.documents(task.query.where)
+        chosen = [stored.document for stored in summarised(task.intent, documents, task.query.top_k)]
+        return [
+            ScoredChunk(chunk=chunk, source=document.source, retrieval_score=0.0, rerank_score=None, score=_UNSEARCHED)
+            for document in chosen
+            for chunk in islice(self._index.store.chunks(document.document_id), MAX_SUMMARY_CHUNKS)
+        ]
 
     def request(self, task: AnswerTask, reads: Reads, prefetch: Prefetch | None, after: After) -> tuple[Request, KVUse]:
         ids = task.suffix_ids(self._index.prompt, self._index.model.tokens)
@@ -327,6 +348,8 @@ class AnswerStream:
     def _run(self) -> Generator[str]:
         try:
             complete = self._go_on(wait=True)
+            if self._text:  # a reply, without the model
+                yield self._text
             while not complete:
                 self.wait()
                 shown, thought = len(self._text), len(self.reasoning)
@@ -373,6 +396,18 @@ class AnswerStream:
         if self._cancelled.is_set():
             return
         try:
+            if task.intent.reply:
+                self._reply(task.intent.reply)
+                return
+            begun = backend.beginnings(task) if task.intent.name == "summary" else []
+            if begun and backend.owner.model.parameters < SUMMARY_PARAMETERS:
+                self._reply(outline(begun), begun)
+                return
+            if begun:
+                task = replace(task, query=replace(task.query, chunks=self._opening(begun), steps=1, rewrite=None))
+                self._task = task
+            elif task.intent is not QUESTION:
+                task = self._task = replace(task, intent=QUESTION)
             backend.require(task)
             self._runtime = backend.runtime
             self._mark("started")
@@ -401,6 +436,24 @@ class AnswerStream:
                 self._runtime.cancel(self._job)
             self._store()
             backend.ended()
+
+    def _opening(self, begun: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        """As many chunks as a question reads, from the beginnings of these documents alike."""
+        each: dict[str, list[ScoredChunk]] = {}
+        for scored in begun:
+            each.setdefault(scored.chunk.document_id, []).append(scored)
+        return interleaved(list(each.values()), self._task.query.top_k, _chunk_id)
+
+    def _reply(self, text: str, begun: Sequence[ScoredChunk] = ()) -> None:
+        """Answer without the model."""
+        self._mark("started")
+        self._scored = self._opening(begun)[::-1]
+        self._found = True
+        for stage in ("retrieved", "reranked", "loaded", "first"):
+            self._mark(stage)
+        self.when_found()
+        self.trace.append(TracedToken(token_id=-1, text=text))
+        self._text, self._finish = text, "stop"
 
     def _written(self, task: AnswerTask, prefetch: Prefetch | None) -> Generator[None, None, str]:
         """A search query that the model writes: the text up to the end of its first line."""
@@ -592,6 +645,7 @@ class AnswerStream:
             trace=tuple(self.trace),
             reasoning=self.reasoning.strip(),
             queries=tuple(self.queries),
+            intent=self._task.intent.name,
             fields=field_sources(self.trace) if self._finish == "stop" and self._task.decoding.schema else {},
         )
 

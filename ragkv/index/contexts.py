@@ -114,6 +114,9 @@ class Contexts:
     def word_weights(self, words: Sequence[str]) -> Mapping[str, float]:
         return {}
 
+    def beginnings(self, task: AnswerTask) -> list[ScoredChunk]:
+        return self._common
+
     def plan(self, engine: Engine, scored: Sequence[ScoredChunk]) -> Reads:
         return Reads(scored=scored)  # nothing to lease: the common KV is held anyway
 

@@ -96,7 +96,7 @@ def sentences(text: str) -> Iterator[Sentence]:
             yield from _split(text, line)
 
 
-def _passage_sentences(text: str) -> list[Sentence]:
+def passage_sentences(text: str) -> list[Sentence]:
     """Those of a passage, whose lines may be wrapped at any width; also headings, and code by line. None is longer than
     `MAX_CHARS`.
     """
@@ -222,7 +222,7 @@ def snippets(passages: Sequence[str], question: str, answer: str, weights: WordW
     read, left = list[list[_Words]](), _MAX_READ_CHARS
     for passage in passages:
         text, left = passage[: max(left, MAX_CHARS)], left - len(passage)
-        plain = [(sentence, sentence.plain(text)) for sentence in _passage_sentences(text)[:_MAX_READ_SENTENCES]]
+        plain = [(sentence, sentence.plain(text)) for sentence in passage_sentences(text)[:_MAX_READ_SENTENCES]]
         read.append([_Words(this, words, frozenset(map(_stem, tokenise(words)))) for this, words in plain if words])
     factors = dict.fromkeys(_words(question), 1.0)
     if not is_refusal(answer := answer[:_MAX_ANSWER_CHARS]):

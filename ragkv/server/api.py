@@ -47,7 +47,9 @@ from ragkv.server.schemas import (
     DocumentListing,
     DocumentText,
     FailFastList,
+    IndexFacts,
     IndexListing,
+    NewIndex,
     QueryCheck,
     QuestionOptions,
     SearchReply,
@@ -57,6 +59,7 @@ from ragkv.server.schemas import (
     chunk_urls,
     document_facts,
     document_page,
+    index_facts,
     question_fields,
 )
 from ragkv.server.streaming import (
@@ -431,6 +434,11 @@ class Deletion(BaseModel):
 def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     """The routes that change these indexes."""
     routes = APIRouter(prefix="/api", tags=["ragkv's own"])
+
+    @routes.post("/indexes", status_code=201, response_model=IndexFacts)
+    def create(body: NewIndex) -> Json:
+        """Make an empty index in a folder beside that of the index `like`, with its settings and its model."""
+        return Json(index_facts(body.name, served.create(body.name, manager.writable(body.like))), 201)
 
     @routes.post("/indexes/{name}/documents", status_code=202, response_model=JobReply, openapi_extra=_FORM)
     async def upload(name: str, request: Request) -> Json:

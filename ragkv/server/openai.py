@@ -489,7 +489,12 @@ class ChatFormatter:
     def _own_fields(self, answer: Answer) -> dict[str, Any]:
         """ragkv's own fields of an answer: its chunks as in `ragkv query --json`, with URLs, and how it came about."""
         sources = [{**source.to_json(), "url": self._url(source)} for source in self._sources(answer)]
-        return {"sources": sources, "fields": dict(answer.fields), "queries": list(answer.queries)}
+        return {
+            "sources": sources,
+            "fields": dict(answer.fields),
+            "queries": list(answer.queries),
+            "intent": answer.intent,
+        }
 
     def _source_list(self, answer: Answer) -> str:
         """The sources as Markdown, to append to the answer."""

@@ -6,6 +6,7 @@ Each index has a name, which clients give as the model. The schemas are also tho
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar, get
 from urllib.parse import quote
 
 from fastapi import Request
-from pydantic import BaseModel, FailFast, Field, create_model
+from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
-from ragkv.config import NONE
+from ragkv.config import CONFIG_FILE, NONE
 from ragkv.engines import engine_names, supported_engines
 from ragkv.errors import RagkvError
 from ragkv.index.filters import Pattern, composed, values_of
 from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
 from ragkv.question import question_arguments, question_options
-from ragkv.server.errors import ApiError
+from ragkv.server.errors import ApiError, stopping_error
 from ragkv.server.streaming import ConversationText
 from ragkv.store import DocumentStats
 from ragkv.types import Answer, Chunk, Document, Source, TracedToken
@@ -121,6 +122,14 @@ class IndexFacts(BaseModel):
     reranker: bool = Field(description="Whether there is a reranker.")
     embedder: bool = Field(description="Whether there is an embedder.")
     writable: bool = Field(description="Whether documents can be added and deleted.")
+
+
+class NewIndex(BaseModel):
+    """An index to make, with the settings of the index `like`."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="Also that of its folder.")
+    like: str
 
 
 class IndexListing(BaseModel):
@@ -297,10 +306,12 @@ class ConversationOptions(QuestionOptions):
 
     def query_options(self, words: ConversationText, **own: Any) -> dict[str, Any]:
         """The options of `RagKV.stream`, which checks them."""
-        return {**self.arguments(**own), "search_for": words.search, "rewrite": words.rewrite}
+        texts = {"search_for": words.search, "rewrite": words.rewrite, "message": words.message}
+        return {**self.arguments(**own), **texts}
 
 
 OWNER = "ragkv"
+MAX_INDEXES = 64
 
 
 class ModelChoice(NamedTuple):
@@ -314,12 +325,14 @@ class ModelChoice(NamedTuple):
 class ServedIndexes:
     """The server's open indexes by name. A model id is `ragkv/NAME` or `ragkv/NAME:ENGINE`; `NAME` alone works too.
 
-    An index that was deleted or replaced on disk is unavailable (503). Each request for it starts another attempt to
+    `made` is a file that remembers the indexes that `create` has made, by name, for the next start. An index that was
+    deleted or replaced on disk is unavailable (503). Each request for it starts another attempt to
     open it, in a thread.
     """
 
-    def __init__(self, indexes: Mapping[str, RagKV]) -> None:
+    def __init__(self, indexes: Mapping[str, RagKV], made: Path | None = None) -> None:
         self._indexes = dict(indexes)
+        self._made = made
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Thread] = {}
         self._closed = False
@@ -356,6 +369,36 @@ class ServedIndexes:
             message = f"Index {name!r} was deleted, moved or replaced; ask again when it is back."
             raise ApiError(503, message, kind="server_error", code="index_unavailable", headers={"retry-after": "2"})
         return rag
+
+    def create(self, name: str, like: RagKV) -> RagKV:
+        """Make an empty index in a folder of this name beside the one of `like`, with its settings, and serve it.
+
+        ApiError 409 if there is such an index or folder, or if the folder cannot be made.
+        """
+        taken = ApiError(409, f"There is an index or a folder {name!r} already; choose another name.", param="name")
+        if like.config.qdrant.url:
+            raise ApiError(409, "An index with a Qdrant collection is made on the command line.", param="like")
+        folder = like.folder.resolve().parent / name
+        with self._lock:
+            if self._closed:
+                raise stopping_error()
+            if name in self._indexes or folder.exists():
+                raise taken
+            if len(self._indexes) >= MAX_INDEXES:
+                raise ApiError(409, f"There are {MAX_INDEXES} indexes, the most that can be made here.", param="name")
+            settings = {field.name: getattr(like.config, field.name) for field in fields(like.config)}
+            opening: dict[str, Any] = {"device": like.index.device, **like.index.limits.given}
+            try:
+                type(like).create(folder, load=False, **settings).close()
+                fresh = type(like).open(folder, **opening)
+            except (RagkvError, OSError) as error:
+                logger.warning("index %s cannot be made: %s", name, error)
+                raise ApiError(409, f"The server cannot make the index {name!r}; its log says more.") from error
+            fresh.index.share_model(like.index)
+            self._indexes[name] = fresh
+            if self._made is not None:
+                remember_index(self._made, name, folder)
+        return fresh
 
     def close(self) -> None:
         """Close every index; running answers end."""
@@ -394,6 +437,24 @@ class ServedIndexes:
         finally:
             with self._lock:
                 del self._opening[name]
+
+
+def made_indexes(file: Path) -> dict[str, str]:
+    """The folders of the indexes that a server has made, by name, from the file of `ServedIndexes`."""
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        return {str(name): str(folder) for name, folder in known.items() if (Path(folder) / CONFIG_FILE).is_file()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def remember_index(file: Path, name: str, folder: Path) -> None:
+    """Add an index to the file; without it, the next start does not serve the index by itself."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**made_indexes(file), name: str(folder)}), encoding="utf-8")
+    except OSError as error:
+        logger.warning("index %s is not remembered for the next start: %s", name, error)
 
 
 def chunk_urls(request: Request, name: str) -> Callable[[Source], str]:

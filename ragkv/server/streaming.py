@@ -258,14 +258,16 @@ async def _gone(request: Request) -> None:
 
 
 class ConversationText(NamedTuple):
-    """A question's text for the search and for the prompt. `conversation` is set if the question is about the
-    conversation itself and not about the documents. `rewrite` is the prompt that makes the model rewrite it.
+    """A question's text for the search and for the prompt, and as the user wrote it (`message`). `conversation` is set
+    if the question is about the conversation itself and not about the documents. `rewrite` is the prompt that makes the
+    model rewrite it.
     """
 
     search: str
     prompt: str
     conversation: str | None = None
     rewrite: str | None = None
+    message: str | None = None
 
 
 def in_conversation(
@@ -286,7 +288,7 @@ def in_conversation(
     turns, parts = list(turns), list(instructions)
     require_unicode([question, *parts, *(text for turn in turns for text in turn)])
     if not turns:
-        return ConversationText(question, "\n\n".join([*parts, question]))
+        return ConversationText(question, "\n\n".join([*parts, question]), message=question)
     conversation = Conversation.of(rag.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
     for asked, answered in turns:
         conversation.add(asked, answered)
@@ -294,6 +296,7 @@ def in_conversation(
         conversation.search_text(question),
         "\n\n".join([*parts, conversation.prompt_text(question)]),
         rewrite=conversation.rewrite_text(question),
+        message=question,
     )
 
 

@@ -26,6 +26,7 @@ ROUTES = [
     "POST /v1/embeddings",
     "POST /v1/rerank",
     "GET /api/indexes",
+    "POST /api/indexes",
     "POST /api/indexes/{name}/query",
     "POST /api/indexes/{name}/query/check",
     "POST /api/indexes/{name}/search",

@@ -430,6 +430,64 @@ def test_pced_shows_the_expert_that_won_each_token(page, rag):
     shown(result.locator(".token.faint")).to_have_count(0)
 
 
+def test_the_sentence_that_an_answer_stands_on_is_marked(page, rag):
+    """Not the whole passage; in a table, in its row."""
+    marks = ask(page, QUESTION).locator(".source").first.locator("mark")
+    shown(marks).to_contain_text(["360"])
+    sentence = marks.first.inner_text()
+    page.locator(".turn .source-open").first.click()
+    shown(page.locator("#reader mark").first).to_have_text(sentence)
+    shown(page.locator("#reader mark").first).to_be_in_viewport()
+    assert len(words(page.locator("#reader .marked"))) > 2 * len(words_of(sentence))
+    page.keyboard.press("Escape")
+    table = b"# Fair\n\n| Day | Place |\n|---|---|\n| Zorday | Quimhall |\n| Nilday | Perrin |\n\n**Rain** falls there."
+    rag.ingest(from_bytes(table, name="fair.md"))
+    menu(page)
+    page.get_by_role("button", name="New conversation").click()
+    source = ask(page, "Where is the fair on Zorday?", top_k=1).locator(".source-text")
+    shown(source.locator("td")).to_have_text(["Zorday", "Quimhall", "Nilday", "Perrin"])
+    shown(source.locator("td mark")).to_have_text(["Zorday", "Quimhall"])
+    shown(source.locator("strong")).to_have_text("Rain")
+    rag.delete("stdin:fair.md")
+
+
+def test_small_talk_gets_a_reply_and_a_summary_needs_no_search(page, rag):
+    ask(page, QUESTION)
+    for message in ("Hello!", "thanks"):
+        result = ask(page, message)
+        shown(result.locator(".text")).to_have_text(rag.query(message).text)
+        shown(result.locator(".right")).to_be_hidden()
+        shown(unfolded(result)).to_contain_text("nothing was searched")
+    result = ask(page, "Summarise linodyne-paper.md")
+    shown(result.locator("strong").first).to_have_text("Linodyne Paper")
+    shown(result.locator(".source")).not_to_have_count(0)
+
+
+def test_an_index_is_made_chosen_filled_and_asked(visit_of, key, server, forgiven):
+    forgiven.add(409)
+    page = ready(visit_of(key[1]).page)
+    dialog = page.get_by_role("dialog", name="New index")
+    for name in ("corpus", "fresh"):
+        page.get_by_role("button", name="New index").click()
+        dialog.get_by_label("Name").fill(name)
+        page.keyboard.press("Enter")
+        shown(dialog).to_be_hidden()
+        if name == "corpus":
+            shown(page.get_by_role("alert")).to_contain_text("choose another name")
+    shown(page.get_by_label("Index", exact=True)).to_have_value("fresh")
+    shown(page.locator("#files")).to_be_focused()
+    shown(page.get_by_role("alert")).to_be_hidden()
+    drop(page, ("kesk.md", "# Kesk Mills\n\nKesk Mills employs 4711 people."))
+    shown(page.locator("#listing tr", has_text="kesk.md")).to_be_visible()
+    page.get_by_role("link", name="Ask").click()
+    shown(ask(page, "How many people work at Kesk Mills?").locator(".text")).to_contain_text("4711")
+    page.get_by_label("Index", exact=True).select_option("corpus")
+    shown(page.locator(".turn")).to_have_count(0)
+    talks(page).first.click()  # a conversation brings its index with it
+    shown(page.get_by_label("Index", exact=True)).to_have_value("fresh")
+    shown(page.locator(".turn")).to_have_count(1)
+
+
 def conversed(rag, question, *turns):
     """`ragkv chat`'s answer to a question after these turns."""
     conversation = rag.conversation()
@@ -465,7 +523,7 @@ def test_the_conversation_is_sent_along_unless_it_is_turned_off(page, rag):
     result = ask(page, second)
     shown(result.locator(".text")).to_have_text(alone)
     shown(unfolded(result)).not_to_contain_text("of this conversation")
-    page.get_by_label("Index").select_option("shelf")
+    page.get_by_label("Index", exact=True).select_option("shelf")
     shown(page.locator(".turn")).to_have_count(0)
 
 
@@ -619,7 +677,7 @@ def test_an_answer_that_breaks_off_says_so_and_its_question_outlives_a_reload(pa
     page.evaluate("() => { window.fetch = window.whole; }")
     page.get_by_label("Question").fill("Typed meanwhile")
     for index in ("shelf", "corpus"):
-        page.get_by_label("Index").select_option(index)
+        page.get_by_label("Index", exact=True).select_option(index)
     shown(page.get_by_label("Question")).to_have_value("Typed meanwhile")
     ready_again(page)
     shown(page.get_by_label("Question")).to_have_value(QUESTION)
@@ -1033,7 +1091,7 @@ def test_an_index_that_cannot_be_listed_shows_no_other_ones_documents(page, forg
     forgiven.add(503)
     page.get_by_role("link", name="Documents").click()
     page.route("**/shelf/documents?*", lambda route: route.fulfill(status=503, body="{}"))
-    page.get_by_label("Index").select_option("shelf")
+    page.get_by_label("Index", exact=True).select_option("shelf")
     shown(page.get_by_role("alert")).to_have_text("The server answered 503.")
     shown(page.locator("#listing")).to_have_text("")
     shown(page.locator("#counted")).to_have_text("")
@@ -1041,11 +1099,11 @@ def test_an_index_that_cannot_be_listed_shows_no_other_ones_documents(page, forg
 
 
 def test_indexes_that_are_chosen_in_quick_succession_alarm_nobody(page):
-    page.get_by_label("Index").select_option("shelf")
+    page.get_by_label("Index", exact=True).select_option("shelf")
     page.route("**/corpus/jobs", lambda route: None)  # still under way when another index is chosen
     for index in ("corpus", "shelf"):
         with page.expect_request("**/documents?*"):
-            page.get_by_label("Index").select_option(index)
+            page.get_by_label("Index", exact=True).select_option(index)
     until(page, "() => document.querySelector('#listing tr')")
     shown(page.get_by_role("alert")).to_be_hidden()
     page.unroute("**/corpus/jobs")
@@ -1060,7 +1118,7 @@ def test_a_server_that_has_no_index_left_is_told(page):
 
 @pytest.mark.nightly
 def test_another_index_is_chosen(page):
-    page.get_by_label("Index").select_option("shelf")
+    page.get_by_label("Index", exact=True).select_option("shelf")
     shown(page.get_by_label("Question")).to_have_attribute("placeholder", "Ask shelf")
     result = ask(page, QUESTION)
     shown(result.locator(".text")).to_contain_text("360")

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import logging
+import shutil
 import threading
 from urllib.parse import quote
 
@@ -22,7 +23,7 @@ from ragkv.ingest.ingester import Ingester
 from ragkv.server.api import MAX_UPLOAD_FILES
 from ragkv.server.app import make_app
 from ragkv.server.errors import ApiError
-from ragkv.server.schemas import ServedIndexes
+from ragkv.server.schemas import ServedIndexes, made_indexes
 
 DOCUMENTS = "/api/indexes/own/documents"
 JOBS = "/api/indexes/own/jobs"
@@ -364,11 +365,48 @@ def test_an_index_that_is_read_only_is_not_written(own, desk_of, app_of, call_on
         responses = [
             call_on(app, "POST", DOCUMENTS, files=[("files", ("a.txt", TEXT))]),
             call_on(app, "DELETE", f"{DOCUMENTS}/a"),
+            call_on(app, "POST", "/api/indexes", json={"name": "more", "like": "own"}),
         ]
-        assert [response.status_code for response in responses] == [403, 403]
+        assert [response.status_code for response in responses] == [403, 403, 403]
         assert "read-only" in responses[0].json()["error"]["message"]
         assert call_on(app, "GET", "/api/indexes").json()["indexes"][0]["writable"] is False
         assert call_on(app, "GET", JOBS).json() == {"jobs": []}
+
+
+def test_an_index_is_made_beside_another_and_remembered(own, limiter, desk_of, call_on, tmp_path):
+    """With its settings and its loaded model; names are no paths, and nothing that is there is touched."""
+    memory, model = tmp_path / "state" / "made.json", own.model
+    served = ServedIndexes({"own": own}, memory)
+    (own.folder.parent / "taken").mkdir(exist_ok=True)
+    app = make_app(served, limiter, desk_of(own=own))
+
+    def make(name, like="own"):
+        return call_on(app, "POST", "/api/indexes", json={"name": name, "like": like})
+
+    for name in ("../more", "a/b", "_", "", ".x", "a b", "x" * 65):
+        assert make(name).status_code == 400, name
+    assert make("more", "none").status_code == 404
+    refused = make("taken")
+    assert refused.status_code == 409
+    assert str(own.folder.parent) not in refused.text
+    assert not memory.exists()
+    response = make("more")
+    assert response.status_code == 201, response.text
+    facts = response.json()
+    assert (facts["documents"], facts["writable"], facts["default_engine"]) == (0, True, own.config.default_engine)
+    assert make("more").status_code == 409
+    fresh = served.index("more")
+    try:
+        assert fresh.folder == own.folder.resolve().parent / "more"
+        assert fresh.model is model
+        assert fresh.config == own.config
+        assert made_indexes(memory) == {"more": str(fresh.folder)}
+        names = [each["name"] for each in call_on(app, "GET", "/api/indexes").json()["indexes"]]
+        assert names == ["own", "more"]
+    finally:
+        fresh.close()
+        shutil.rmtree(fresh.folder)
+    assert made_indexes(memory) == {}
 
 
 def test_two_servers_of_an_index_take_turns(own, ended, held, desk, desk_of, send):

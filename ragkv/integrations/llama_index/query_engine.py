@@ -277,7 +277,7 @@ EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when not
 _OPTIONS = tuple(
     each.name
     for each in fields(Question)
-    if each.name not in ("question", "top_k", "chunks", "tail", "rewrite", *SEARCH_OPTIONS)
+    if each.name not in ("question", "top_k", "chunks", "tail", "rewrite", "message", *SEARCH_OPTIONS)
 )
 """The options of a question that belong to its answer; `search` and `top_k` are those of the retriever."""
 

@@ -299,6 +299,8 @@ function times({ timing_ms: timing, sources }) {
 function facts(answer) {
   const { hits, misses, bytes, memory_hits: held } = answer.kv;
   const parts = [`engine ${plain(answer.engine)}`, `${counted(answer.sources.length, "passage")} read`];
+  if (answer.intent === "summary") parts.push("asked for a summary: the beginning was read instead of a search");
+  else if (answer.intent !== "question") parts.push("no question: nothing was searched");
   if (answer.followed) parts.push(`after ${counted(answer.followed, "question")} of this conversation`);
   if (answer.system) parts.push(`as told: ${plain(answer.system)}`);
   if (!hits && !misses) parts.push("no stored KV used");

@@ -9,6 +9,13 @@ export function confirmed(head, said) {
   return asked("confirm", "confirm", "confirm-no").then((answer) => answer === "yes");
 }
 
+/** The name of a new index with the settings of `like`, or null. */
+export async function namedIndex(like) {
+  byId("new-field").value = "";
+  byId("new-like").textContent = like;
+  return (await asked("new-dialog", "new", "new-field")) === "yes" ? byId("new-field").value : null;
+}
+
 /** A name instead of `name`, or null. */
 export async function renamed(name) {
   byId("rename-field").value = name;

@@ -3,8 +3,9 @@
 import { ask, returning } from "./api.js";
 import { askOf, setUpAsking } from "./asking.js";
 import { lastIndex } from "./conversation.js";
+import { namedIndex } from "./dialog.js";
 import { documentsOf, list, setUpDocuments } from "./documents.js";
-import { byId, counted, el, icon, plain, warn } from "./dom.js";
+import { announce, byId, counted, el, icon, plain, warn } from "./dom.js";
 import { setUpReader } from "./reader.js";
 import { setUpUploads, uploadsOf } from "./uploads.js";
 
@@ -39,7 +40,7 @@ function tell() {
 
 async function choose(conversation = null) {
   tell();
-  byId("attach").hidden = !chosen().writable;
+  for (const id of ["attach", "new-index"]) byId(id).hidden = !chosen().writable;
   askOf(chosen(), conversation);
   await Promise.all([documentsOf(chosen()), uploadsOf(chosen())]);
 }
@@ -67,6 +68,8 @@ async function start() {
     });
   });
   byId("attach").append(icon("attach"));
+  byId("new-index").append(icon("add"));
+  byId("new-index").addEventListener("click", () => attempt(make));
   byId("attach").addEventListener("click", () => byId("files").click());
   setUpReader();
   setUpDocuments(() => attempt(recount));
@@ -87,10 +90,29 @@ async function start() {
   await begin();
 }
 
+/** Make an index with the settings of the chosen one, and show where its documents are added. */
+async function make() {
+  const like = chosen().name;
+  const name = await namedIndex(like);
+  if (name === null) return;
+  await ask("api/indexes", { method: "POST", body: { name, like } });
+  await load();
+  offer();
+  byId("index").value = name;
+  location.hash = "documents";
+  await choose();
+  announce(`The index ${name} was made: add documents to it.`);
+  byId("files").focus();
+}
+
+function offer() {
+  byId("index").replaceChildren(...indexes.map(({ name }) => el("option", { value: name }, name)));
+}
+
 async function begin() {
   try {
     await load();
-    byId("index").replaceChildren(...indexes.map(({ name }) => el("option", { value: name }, name)));
+    offer();
     byId("index").value = indexes.find(({ name }) => name === lastIndex())?.name ?? indexes[0].name;
     await choose();
     if (!byId("ask").hidden) byId("question").focus();

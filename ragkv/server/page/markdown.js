@@ -121,8 +121,8 @@ function lines(letters, start, end) {
     const to = stop < 0 || stop > end ? end : stop;
     const begins = from === 0 || letters[from - 1] === "\n";
     const line = letters.slice(from, to).join("");
-    const skip = begins ? LEAD.exec(line)[0].length : 0;
-    if (line.slice(skip).trim()) parts.push([from + skip, from + line.trimEnd().length]);
+    const skip = begins ? LEAD.exec(line)[0].length : 0; // ASCII and blanks
+    if (line.slice(skip).trim()) parts.push([from + skip, from + Array.from(line.replace(/[\s|]+$/, "")).length]);
     from = to + 1;
   }
   return parts;
@@ -134,7 +134,11 @@ function highlight(made) {
   const texts = [];
   while (walker.nextNode()) texts.push(walker.currentNode);
   let inside = false;
+  let block = null;
   for (const text of texts) {
+    const own = text.parentElement?.closest("p, li, tr, pre");
+    if (own !== block) inside = false; // no sentence goes on in another one
+    block = own;
     const pieces = text.data.split(/([\u2e4d\u2e4e])/).flatMap((piece) => {
       if (piece === BEGIN || piece === END) {
         inside = piece === BEGIN;
