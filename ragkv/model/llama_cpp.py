@@ -551,7 +551,9 @@ def _tried(file: LlamaFile) -> TrialVerdict:
     if not file.api.llama_model_has_decoder(file.handle) or file.api.llama_model_has_encoder(file.handle):
         raise UnsupportedModelError(f"{file.path} holds no model that writes text from left to right.")
     random = np.random.default_rng(7)
-    context = LlamaContext(file, threads=os.cpu_count() or 1, bytes_of=lambda chunk: chunk.data)
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(named) if named.isdecimal() and int(named) else os.cpu_count() or 1
+    context = LlamaContext(file, threads=threads, bytes_of=lambda chunk: chunk.data)
 
     def some(count: int) -> list[int]:
         return [int(i) for i in random.integers(0, file.vocab_size, count)]
