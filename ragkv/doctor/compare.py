@@ -53,6 +53,7 @@ class ChunkReader:
         self.model: LanguageModel
         if self.own:
             self.model, self.fingerprint, self.prompt = rag.model, index.fingerprint, index.prompt
+            self.cut_by = index.cut_by
             try:
                 index.require_same_model()
             except KVMismatchError:
@@ -61,7 +62,7 @@ class ChunkReader:
             checkpoint = resolve(self.name)
             self.model = load_model(self.name, dtype=dtype, device=index.device)
             revision = None if checkpoint.local else self.model.revision
-            self.fingerprint = checkpoint.fingerprint(dtype, revision, device=index.device)
+            self.cut_by = self.fingerprint = checkpoint.fingerprint(dtype, revision, device=index.device)
             self.prompt = render(config.prompt, self.model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(self.model.tokens)
         self._memory = MemoryTier(HELD_BYTES)
@@ -95,7 +96,7 @@ class ChunkReader:
             "parameters": self.model.parameters,
             "dtype": self.model.precision,
             "device": str(self.model.device),
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.cut_by,
             "same": self.current,
         }
 

@@ -320,7 +320,7 @@ class Doctor:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=ragkv.__version__,
             model=self.reader.name,
-            fingerprint=self.reader.fingerprint,
+            fingerprint=self.reader.cut_by,
             generation=self._rag.store.generation,
             source=source,
             seed=seed,
