@@ -344,7 +344,8 @@ def bundle(tuned: Path) -> None:
     settings["target_modules"] = sorted(settings["target_modules"])
     (target / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     made = json.loads((tuned / "ragkv.json").read_text(encoding="utf-8"))
-    recipe = {name: value for name, value in made["recipe"].items() if name not in ("data", "output", "eval_data")}
+    paths = ("data", "output", "eval_data", "adapter")
+    recipe = {name: value for name, value in made["recipe"].items() if name not in paths}
     declared = {**made, "top_k": CHUNKS, "recipe": recipe}
     (target / "ragkv.json").write_text(json.dumps(declared, indent=1) + "\n", encoding="utf-8")
 
