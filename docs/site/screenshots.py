@@ -44,22 +44,23 @@ def opened(browser: Browser, url: str, scheme: str, width: int, height: int) -> 
     )
     page = context.new_page()
     page.goto(url)
-    expect(page.locator("#facts")).to_contain_text("chunks", timeout=60_000)
+    expect(page.locator("#samples button")).to_have_count(3, timeout=60_000)
     return page
 
 
 def asked(page: Page, *settings: tuple[str, int]) -> None:
     """Ask once with each of these engines and numbers of chunks."""
+    page.get_by_role("button", name="Settings").click()
     for place, (engine, top_k) in enumerate(settings):
-        if place:
+        if place and place == page.locator(".lane").count():
             page.get_by_role("button", name="Compare another setting").click()
         lane = page.locator(".lane").nth(place)
         lane.get_by_label("Engine").select_option(engine)
-        lane.get_by_label("Top-k").fill(str(top_k))
+        lane.get_by_label("Passages to read").fill(str(top_k))
+    page.keyboard.press("Escape")
     page.get_by_label("Question").fill(QUESTION)
     page.keyboard.press("Enter")
-    expect(page.locator(".total")).to_have_count(len(settings), timeout=60_000)
-    page.get_by_label("Question").focus()
+    expect(page.locator(".turn").last.locator(".made")).to_have_count(len(settings), timeout=60_000)
 
 
 def keep(page: Page, name: str) -> None:
@@ -78,8 +79,8 @@ def main() -> None:
         page = opened(browser, url, "light", 1200, 800)
         asked(page, ("pced", 3))
         keep(page, "page-ask")
-        page.locator(".source-open").nth(1).click()
-        expect(page.locator("#reader mark")).to_be_visible()
+        page.locator(".turn").last.locator(".source-open").nth(1).click()
+        expect(page.locator("#reader .marked")).to_be_visible()
         keep(page, "page-source")
         page = opened(browser, url, "dark", 1200, 1120)
         asked(page, ("pced", 4), ("ape", 4), ("full", 8))
