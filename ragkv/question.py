@@ -125,7 +125,10 @@ class Question:
     """Store the KV of `chunks` that are not from the index, until the next `gc`."""
     tail: Sequence[tuple[str, bool]] | None = None
     """The prompt after the documents (`ragkv.model.tools.tool_tail`) in place of the question; the answer then includes
-    the names of the control tokens that `grammar` allows."""
+    the names of the control tokens that `grammar` allows. With `chunks` empty it is the whole prompt: the model is
+    asked alone."""
+    prompt_ids: Sequence[int] = ()
+    """The tokens of the whole prompt, in place of `tail`, for the model alone."""
     search_for: str | None = None
     """The search query in place of the question: a follow-up question may not name its subject."""
     message: str | None = None

@@ -77,13 +77,23 @@ class AnswerTask:
             processors=self.query.logits_processors,
             criteria=self.query.stopping_criteria,
             control=self.query.tail is not None and self.decoding.grammar is not None,
+            after=self.query.prompt_ids[-8:],
         )
 
     def suffix_ids(self, prompt: Prompt, tokens: Tokens) -> tuple[int, ...]:
-        """The prompt after the documents."""
+        """The prompt after the documents; for the model alone, the whole one."""
         query = self.query
+        if query.prompt_ids:
+            return tuple(query.prompt_ids)
         text = f"{query.system}\n\n{query.question}" if query.system else query.question
-        return prompt.suffix_ids(tokens, text, query.tail, thinking=self.decoding.thinking != "off")
+        ids = prompt.suffix_ids(tokens, text, query.tail, thinking=self.decoding.thinking != "off")
+        return prompt.with_bos(tokens, ids) if self.alone else ids
+
+    @property
+    def alone(self) -> bool:
+        """Whether the model is asked without documents and without the index's prompt."""
+        query = self.query
+        return query.chunks is not None and not query.chunks and (query.tail is not None or bool(query.prompt_ids))
 
 
 def validate_task(config: IndexConfig, asked: str | Question | Mapping[str, Any], **common: Any) -> AnswerTask:
@@ -185,6 +195,8 @@ class IndexBackend:
                 _ = index.encoders.reranker
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        if task.alone:
+            return []
         if task.query.chunks is not None:
             chunks = list(task.query.chunks)
         else:
@@ -208,6 +220,10 @@ class IndexBackend:
 
     def request(self, task: AnswerTask, reads: Reads, prefetch: Prefetch | None, after: After) -> tuple[Request, KVUse]:
         ids = task.suffix_ids(self._index.prompt, self._index.model.tokens)
+        if task.alone:
+            from ragkv.engines import Request
+
+            return Request(prefix_ids=(), chunks=(), suffix_ids=ids), KVUse()
         return self._kv_source.request(
             task.engine, reads, task.query.question, ids, prefetch=prefetch, keep=task.query.keep, after=after
         )

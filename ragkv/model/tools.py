@@ -165,10 +165,7 @@ def tool_tail(
     UsageError if the model cannot be shown these tools or messages.
     """
     form, tokens = tool_format(model), model.tokens
-    shown = [{"type": "function", "function": dict(tool)} for tool in tools]
-    text = json.dumps([*shown, [[call["function"]["name"] for call in m.get("tool_calls") or ()] for m in later]])
-    if not tokens.control_ids.isdisjoint(tokens.encode(text, control=True)):
-        raise UsageError("A tool's description names a control token of the model; rephrase it.", param="tools")
+    shown = _functions(tokens, tools, later)
     before: Tail = ((f"{_shown_tools(tokens, form, shown)}\n\n", True),) if tools else ()
     asked: Tail = (*before, (prompt.before_question + question, False))
     if not later:
@@ -189,6 +186,51 @@ def tool_tail(
         if sum(not own for _, own in pieces) == len(texts):
             return (*asked, (trail, True), *pieces)
     raise UsageError("The model's chat template cannot show tool calls and their results.", param="messages")
+
+
+def chat_tail(
+    model: LanguageModel, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> Tail:
+    """A whole prompt without documents: OpenAI's messages as the model's chat template has them, and the tools.
+
+    If the template has no system role, the system's text begins the user's first message. UsageError if the model
+    cannot be shown these messages.
+    """
+    form, tokens = tool_format(model), model.tokens
+    shown = _functions(tokens, tools, messages)
+    messages = [{**m, "role": "system" if m["role"] == "developer" else m["role"]} for m in messages]
+    if tools and not form.native:
+        messages = [{"role": "system", "content": _shown_tools(tokens, form, shown)}, *messages]
+    rules = "\n\n".join(m["content"] for m in messages if m["role"] == "system" and m["content"])
+    turns = [m for m in messages if m["role"] != "system"]
+    first = next((place for place, m in enumerate(turns) if m["role"] == "user"), 0)
+    folded = [{**m, "content": f"{rules}\n\n{m['content']}"} if place == first else m for place, m in enumerate(turns)]
+    leading = [{"role": "system", "content": rules}, *turns] if rules else turns
+    for native in (True, False) if form.native else (False,):
+        for talk in (messages, leading, folded or leading):
+            texts: list[str] = []
+            placed = _native(talk, texts) if native else _plain(talk, form, texts)
+            try:
+                rendered = tokens.render(placed, tools=shown if native else None)
+            except (ChatTemplateError, TypeError, ValueError):
+                continue
+            if rendered is None:  # a model without a chat template
+                rendered = "\n\n".join(f"{m['role'].title()}: {m['content']}" for m in placed) + "\n\nAssistant:"
+            pieces = list(_split(rendered, texts))
+            if sum(not own for _, own in pieces) == len(texts):
+                return tuple(pieces)
+    raise UsageError("The model's chat template cannot show these messages.", param="messages")
+
+
+def _functions(
+    tokens: Tokens, tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The tools as a template gets them; UsageError for a name or description that the template's text may not hold."""
+    shown = [{"type": "function", "function": dict(tool)} for tool in tools]
+    text = json.dumps([*shown, [[call["function"]["name"] for call in m.get("tool_calls") or ()] for m in messages]])
+    if not tokens.control_ids.isdisjoint(tokens.encode(text, control=True)):
+        raise UsageError("A tool's description names a control token of the model; rephrase it.", param="tools")
+    return shown
 
 
 def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -242,7 +284,7 @@ def _native(later: Sequence[Mapping[str, Any]], texts: list[str]) -> list[dict[s
             identifier = f"ragkvid{len(names):02}"[-9:]
             names[call["id"]] = call["function"]["name"], identifier
             calls.append(_call(call["function"]["name"], identifier, place(call["function"]["arguments"])))
-        messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+        messages.append({"role": message["role"], "content": content, **({"tool_calls": calls} if calls else {})})
     return messages
 
 
@@ -250,7 +292,7 @@ def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, texts: list[str
     """The messages for a template without tools: results become messages of the user."""
     turns: list[tuple[str, str]] = []
     for message in later:
-        role, text = "assistant", message.get("content") or ""
+        role, text = message["role"], message.get("content") or ""
         if message["role"] == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
         elif calls := [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]:

@@ -249,13 +249,13 @@ class Detokenizer:
     a run of them as a whole.
     """
 
-    def __init__(self, tokens: Tokens, *, control: bool = False) -> None:
+    def __init__(self, tokens: Tokens, *, control: bool = False, after: Sequence[int] = ()) -> None:
         self._tokens = tokens
         self._decode = partial(tokens.decode, control=True) if control else tokens.decode
-        self._window: list[int] = []
-        self._context = 0  # ids at the window's start whose text was returned
-        self._shown = 0  # characters of that text
-        self._text = ""  # of the whole window
+        self._window = list(after)
+        self._context = len(self._window)  # ids at the window's start whose text was returned
+        self._text = self._decode(self._window) if after else ""  # of the whole window
+        self._shown = len(self._text)  # characters of the text that was returned
         self._in_run = False
 
     def push(self, token_id: int) -> str:
@@ -351,6 +351,8 @@ class Generation:
     processors: Sequence[Any] = ()
     criteria: Sequence[Any] = ()
     control: bool = False
+    after: Sequence[int] = ()
+    """The last tokens of a prompt whose text the answer continues, for the space between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,7 +430,7 @@ class Decoder:
         self._sampler = Sampler(generation.decoding, own)
         thinking = generation.decoding.thinking
         self._thought = None if thinking == "off" else _Thought(model, generation, thinking, self._ends)
-        self._text = Detokenizer(model.tokens, control=generation.control)
+        self._text = Detokenizer(model.tokens, control=generation.control, after=generation.after)
         self._gate = StopGate(generation.decoding.stop)
         self._ids: list[int] = []
 

@@ -310,7 +310,7 @@ class ConversationOptions(QuestionOptions):
         return {**self.arguments(**own), **texts}
 
 
-OWNER = "ragkv"
+OWNER, PLAIN = "ragkv", "plain"
 MAX_INDEXES = 64
 
 
@@ -320,10 +320,13 @@ class ModelChoice(NamedTuple):
     name: str
     rag: RagKV
     engine: str | None
+    plain: bool = False
+    """Whether the model alone is asked, without the documents."""
 
 
 class ServedIndexes:
     """The server's open indexes by name. A model id is `ragkv/NAME` or `ragkv/NAME:ENGINE`; `NAME` alone works too.
+    `ragkv/NAME:plain` is the index's model alone.
 
     `made` is a file that remembers the indexes that `create` has made, by name, for the next start. An index that was
     deleted or replaced on disk is unavailable (503). Each request for it starts another attempt to
@@ -345,18 +348,21 @@ class ServedIndexes:
         return [(name, rag) for name, rag in self if self._in_place(name, rag)]
 
     def model_ids(self, *, engines: bool) -> list[str]:
-        """The model ids: one per available index; with `engines`, also one per index and engine."""
-        more = [f":{engine}" for engine in engine_names()] if engines else []
+        """The model ids: each available index, and its model alone; with `engines`, also one per index and engine."""
+        more = [f":{engine}" for engine in (PLAIN, *(engine_names() if engines else ()))]
         return [f"{OWNER}/{name}{engine}" for name, _ in self.available() for engine in ("", *more)]
 
     def chosen(self, model: str) -> ModelChoice:
         """The index and engine of a model id; ApiError 404 if it is unknown."""
         name, colon, engine = model.removeprefix(f"{OWNER}/").partition(":")
-        if name not in self._indexes or (colon and engine not in engine_names()):
+        if name not in self._indexes or (colon and engine not in (PLAIN, *engine_names())):
             known = ", ".join(f"{OWNER}/{name}" for name in self._indexes)
-            message = f"There is no model {model!r}; there are {known}, each also with an engine, as in NAME:ape."
+            message = (
+                f"There is no model {model!r}; there are {known}, each also with an engine (NAME:ape) or as NAME:plain."
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
-        return ModelChoice(name, self.index(name), engine or None)
+        plain = engine == PLAIN
+        return ModelChoice(name, self.index(name), None if plain else engine or None, plain)
 
     def index(self, name: str) -> RagKV:
         """The index of this name; ApiError 404 if there is none, 503 if it was deleted or replaced."""

@@ -375,12 +375,13 @@ def test_a_client_that_goes_away_frees_its_rows(app, rag, limiter, stream, after
 
 
 def test_models(call):
-    assert [each["id"] for each in call("GET", "/v1/models").json()["data"]] == ["ragkv/two"]
+    assert [each["id"] for each in call("GET", "/v1/models").json()["data"]] == ["ragkv/two", "ragkv/two:plain"]
     listed = call("GET", "/v1/models?engines=true").json()["data"]
     assert listed[0]["id"] == "ragkv/two"
     assert "ragkv/two:pced" in [each["id"] for each in listed]
     assert call("GET", "/v1/models/ragkv/two:pced").json()["id"] == "ragkv/two:pced"
     assert call("GET", "/v1/models/two").json()["id"] == "ragkv/two"
+    assert call("GET", "/v1/models/two:plain").json()["id"] == "ragkv/two:plain"
     assert call("GET", "/v1/models/three").status_code == 404
 
 
@@ -498,8 +499,8 @@ def test_a_body_that_is_no_object_is_told_so(call, content, message):
 
 
 def test_a_route_that_is_not_there_is_named(call):
-    lost = call("POST", "/v1/responses", json={})
+    lost = call("POST", "/v1/assistants", json={})
     assert lost.status_code == 404
-    assert lost.json()["error"]["message"] == "There is no POST /v1/responses; GET /openapi.json lists all routes."
+    assert lost.json()["error"]["message"] == "There is no POST /v1/assistants; GET /openapi.json lists all routes."
     other = call("GET", "/v1/chat/completions")
     assert (other.status_code, "There is no GET /v1/chat/completions" in other.text) == (405, True)

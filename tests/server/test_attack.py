@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from ragkv import RagKV
 from ragkv.server.api import QueryRequest, SearchRequest
-from ragkv.server.openai import MAX_CONTENT_PARTS, MAX_TEXTS, ChatRequest, EmbeddingRequest, RerankRequest
+from ragkv.server.chat import MAX_CONTENT_PARTS, ChatRequest
+from ragkv.server.embeddings import MAX_TEXTS, EmbeddingRequest, RerankRequest
 from ragkv.server.settings import Keys, ServerLimits
 
 pytestmark = pytest.mark.slow

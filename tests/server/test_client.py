@@ -91,7 +91,7 @@ def test_openai(request, version, expected, mini):
     result = request.getfixturevalue("newest") if version == "newest" else request.getfixturevalue("seen")["openai"]
     check(result, expected)
     assert result["streamed_sources"] == result["sources"]
-    assert result["models"] == ["ragkv/two"]
+    assert result["models"] == ["ragkv/two", "ragkv/two:plain"]
     vector = mini.index.encoders.embedder.embed_documents(["Halden Works"]).dense[0]
     assert result["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
 

@@ -23,8 +23,10 @@ ROUTES = [
     "GET /v1/models",
     "GET /v1/models/{identifier}",
     "POST /v1/chat/completions",
+    "POST /v1/completions",
     "POST /v1/embeddings",
     "POST /v1/rerank",
+    "POST /v1/responses",
     "GET /api/indexes",
     "POST /api/indexes",
     "POST /api/indexes/{name}/query",
@@ -126,6 +128,7 @@ def _make_likely(case, known, chance):
     elif isinstance(case.body, dict):
         likely = {
             "model": "two", "question": QUESTION, "messages": [{"role": "user", "content": QUESTION}], "top_k": 2,
+            "prompt": QUESTION, "input": QUESTION,
             "engine": chance.choice(["ape", "full", "pced"]), "retrieval": "bm25", "rerank": False, "candidates": 9,
             "where": [], "temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k_tokens": 9, "repetition_penalty": 1.1,
             "seed": 7, "history": [],
@@ -136,6 +139,6 @@ def _make_likely(case, known, chance):
 
 def _shorten(case):
     """Limit the length of answers."""
-    for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"):
         if isinstance(case.body, dict) and type(case.body.get(name)) is int:
             case.body[name] = min(case.body[name], 2)

@@ -12,7 +12,7 @@ import pytest
 from guarded import guarded, posted
 
 from ragkv.retrievers import Embedding
-from ragkv.server.openai import BATCH_TEXTS, MAX_TEXTS
+from ragkv.server.embeddings import BATCH_TEXTS, MAX_TEXTS
 
 WAIT = 600
 
