@@ -132,7 +132,8 @@ class Question:
     search_for: str | None = None
     """The search query in place of the question: a follow-up question may not name its subject."""
     message: str | None = None
-    """What the user wrote, if `question` also holds earlier turns or instructions; for `ragkv.index.intent`."""
+    """What the user wrote, if `question` also holds earlier turns or instructions; for `ragkv.index.intent`, and also
+    searched for alone if `search_for` is a conversation's."""
     only: Callable[[Document, Chunk], bool] | None = None
     """Whether a chunk of a document may be found. Like `where`, it applies before the best are selected."""
     rewrite: str | None = None

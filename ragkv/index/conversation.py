@@ -2,8 +2,8 @@
 
 Chunks were prefilled before any question, so earlier turns cannot precede the documents: no stored KV would match. They
 follow the documents, in the question's part of the prompt, which is prefilled for each question anyway. A follow-up
-question ("And where is it based?") is searched together with the last questions, which name its subject; with
-`rewrite` of `[steps]`, the model rewrites it first.
+question ("And where is it based?") is searched together with the last questions, which name its subject, and alone,
+since it may have another: the results are interleaved. With `rewrite` of `[steps]`, the model rewrites it first.
 
 A model that was never trained on conversations answers worse with earlier turns in its prompt: the bundled mini answers
 20 of 20 questions alone, and 1 to 3 of 20 after others. So the prompt includes them only if the model can use them.

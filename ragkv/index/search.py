@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from ragkv.config import MODES, Fusion, Mode
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError, UsageError
+from ragkv.index.conversation import interleaved
 from ragkv.index.filters import DocumentFilter, DocumentMetadata, FieldIndex, all_values, match, meeting, unmatched
 from ragkv.index.index import Index, indexes_of, why_not_served
 from ragkv.question import Question
@@ -765,7 +766,11 @@ class Finder:
         among = self._among(query.where, query.only)
         pool = max(query.top_k, query.candidates)
         count = pool if query.rerank else query.top_k
-        candidates = searcher.candidates(text, mode=mode, count=count, pool=pool, among=among)
+        texts = [text]
+        if query.message and text != query.message and text.endswith(query.message):
+            texts.append(query.message)  # it may not be about what was asked before
+        rankings = [searcher.candidates(each, mode=mode, count=count, pool=pool, among=among) for each in texts]
+        candidates = interleaved(rankings, count, lambda candidate: candidate.chunk_id)  # of one ranking: the same
         known = self._fetch(candidates)
         # another process may have deleted a chunk since the search
         candidates = [candidate for candidate in candidates if candidate.chunk_id in known]

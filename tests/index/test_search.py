@@ -84,6 +84,19 @@ def test_modes_and_settings_of_one_question(rag):
         rag.stream("x", retrieval="fuzzy")
 
 
+def test_a_question_of_a_conversation_is_searched_for_with_the_earlier_ones_and_alone(rag):
+    question = "Who is mayor of Tarn?"
+    earlier = "Who founded Halden Works in 1907? Bolt Ltd makes valves, and who founded Bolt Ltd in Varn?"
+    options = {"retrieval": "bm25", "rerank": False, "engine": "full", "top_k": 2, "max_new_tokens": 1}
+
+    def documents(**more: Any) -> list[str]:
+        answer = rag.query(question, search_for=f"{earlier} {question}", **options, **more)
+        return [source.document for source in answer.sources]
+
+    assert "sub/tarn.md" not in documents()
+    assert "sub/tarn.md" in documents(message=question)
+
+
 def test_where_lets_only_such_documents_through(rag):
     for where, sources in (
         (["source=bolt.txt"], {"bolt.txt"}),

@@ -288,7 +288,7 @@ def test_the_proof_sees_keys_that_were_moved_wrongly(connector_module, rag):
         {"kv_transfer_params": None},
         {"kv_transfer_params": {PARAMS: "x"}},
         {"kv_transfer_params": {PARAMS: {"model": "m"}}},
-        {"lora_request": object()},
+        {"lora_request": "adapter"},
         {"prompt_token_ids": [5, 6, 7]},
         {"prompt_token_ids": None},
     ],
@@ -355,7 +355,7 @@ def test_a_preempted_request_is_loaded_again(rag, proved):
         ({"spec": [FullAttentionSpec(block_size=BLOCK)] * 2}, "hybrid model"),
         ({"spec": [SimpleNamespace(block_size=BLOCK)]}, "latent attention"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8_e4m3")}, "8-bit KV cache"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": "draft"}, "speculative decoding"),
         (
             {"parallel_config": SimpleNamespace(tensor_parallel_size=1, rank=0, pipeline_parallel_size=2)},
             "pipeline or context parallelism",
