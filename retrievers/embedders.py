@@ -340,8 +340,9 @@ def blank(text: str) -> bool:
 @contextmanager
 def loading(what: str, name: str) -> Iterator[None]:
     """Load a checkpoint, and turn any error of the libraries into a ModelLoadError."""
-    from ragkv.model.loading import wants_code
+    from ragkv.model.loading import note_load, wants_code
 
+    note_load()
     try:
         yield
     except (ConfigError, MissingExtraError, ModelLoadError):

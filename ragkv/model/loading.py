@@ -373,18 +373,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@contextmanager
-def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]:
-    """One load at a time, without progress bars; without `reports`, without the table of unmatched weights too.
-
-    While it loads, transformers replaces torch's default dtype, torch's initialisers and its own method that ties
-    weights. Two loads at once would restore each other's replacements and leave the process so for good: models in the
-    wrong dtype, and models that "lack" their tied weights.
-
-    Embedders and rerankers, which use transformers through FlagEmbedding, need it too. `bars` shows download progress.
-    """
-    from transformers.utils import logging as transformers_logging
-
+def note_load() -> None:
+    """Called before a model is loaded, in whatever way: a child that is forked later computes on one thread."""
     global _loaded, _lost_threads
     if _lost_threads:
         logger.warning(
@@ -393,6 +383,21 @@ def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]
         )
         _lost_threads = False
     _loaded = True
+
+
+@contextmanager
+def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]:
+    """One load at a time, without progress bars; without `reports`, without the table of unmatched weights too.
+
+    While it loads, transformers replaces torch's default dtype, torch's initialisers and its own method that ties
+    weights. Two loads at once would restore each other's replacements and leave the process so for good: models in the
+    wrong dtype, and models that "lack" their tied weights.
+
+    Embedders and rerankers that use transformers need it too. `bars` shows download progress.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    note_load()
     with _one_load:
         bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
         if not bars:

@@ -35,7 +35,7 @@ from ragkv.model.attention_hook import attend_by_ragkv, without_rotary
 from ragkv.model.checkpoint import Checkpoint, digest_files
 from ragkv.model.decoder import PlainDecoder
 from ragkv.model.language_model import LanguageModel
-from ragkv.model.loading import UnpackedCopy, checksums, open_checkpoint, open_tokenizer, weight_files
+from ragkv.model.loading import UnpackedCopy, checksums, note_load, open_checkpoint, open_tokenizer, weight_files
 from ragkv.model.tokenizer import PlainTokenizer, facts_of
 from ragkv.types import Capability
 from ragkv.util.files import keyed_digest, make_folder, parse_json, read_plain, replace_plain, user_folder
@@ -130,6 +130,7 @@ class CheckRecord:
         plain = None if entry is None else entry[0].get("plain")
         if entry is None or plain is None:
             return None
+        note_load()
         checkpoint = self._files()
         try:
             if plain["files"] is not None and plain["files"] != checksums(Path(checkpoint.location)):
