@@ -23,6 +23,7 @@ from ragkv.cli.options import (
     Index,
     Json,
     Quiet,
+    Resident,
     ShownSettings,
     Threads,
     UserFile,
@@ -65,6 +66,7 @@ def show(
     index: Index = DEFAULT_INDEX,
     device: Device = None,
     threads: Threads = None,
+    resident: Resident = None,
     settings: ShownSettings,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
     as_json: Json = False,
@@ -82,7 +84,7 @@ def show(
     from ragkv.index.ingestion import default_model
     from ragkv.util.plugins import require_engine
 
-    typed = {"index": index, "device": device, "threads": threads, **settings}
+    typed = {"index": index, "device": device, "threads": threads, "resident": resident, **settings}
     flags, variables = (
         {name: value for name, value in typed.items() if source_of(ctx, name) == source}
         for source in ("COMMANDLINE", "ENVIRONMENT")
@@ -147,7 +149,7 @@ def _in_force(
     """
     in_index = {} if toml is None else dict(_flat(read_toml(toml)))
     in_file = dict(_flat(user.table))
-    usual = {"index": str(DEFAULT_INDEX), "device": None, "threads": None}
+    usual = {"index": str(DEFAULT_INDEX), "device": None, "threads": None, "resident": True}
     for name, value in (usual | dict(_flat({f.name: getattr(config, f.name) for f in fields(config)}))).items():
         origin, where = "default", ""
         if name in flags:

@@ -100,7 +100,7 @@ def _listed(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
 
 engine_lists, codec_lists, mode_lists = _listed(engines), _listed(codecs), _listed(one_among(MODES))
 
-USED: Mapping[str, type] = {"index": str, "device": str, "threads": int}
+USED: Mapping[str, type] = {"index": str, "device": str, "threads": int, "resident": bool}
 """Further settings of the user file besides the fields of `IndexConfig`; they belong to the user, not to an index."""
 
 
@@ -219,9 +219,9 @@ class UserFile:
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
             kind = USED.get(key)
-            valid = value.strip() if isinstance(value, str) else isinstance(value, int) and value > 0
+            valid = value.strip() if isinstance(value, str) else kind is bool or (isinstance(value, int) and value > 0)
             if kind and not (valid and type(value) is kind):
-                wanted = "a string that is not empty" if kind is str else "a number from 1 up"
+                wanted = {str: "a string that is not empty", int: "a number from 1 up", bool: "true or false"}[kind]
                 raise ConfigError(f"{path}: {key} = {shortened(value)} must be {wanted}.")
         settings = {key: value for key, value in table.items() if key not in USED}
         # some settings are only valid with an embedder; which one is not known yet, so name any
@@ -412,6 +412,15 @@ NoServer = Annotated[
         "--no-server",
         envvar="RAGKV_NO_SERVER",
         help="Do the work in this process, even if a server runs for the index (ragkv serve).",
+    ),
+]
+Resident = Annotated[
+    bool | None,
+    typer.Option(
+        "--resident/--no-resident",
+        envvar=VARIABLES["resident"],
+        help="In a terminal, keep the model loaded in the background for the questions of the next 5 minutes.",
+        show_default="resident, where a person asks",
     ),
 ]
 NoWait = Annotated[

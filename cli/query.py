@@ -7,6 +7,7 @@ If a server is running for the index, it answers; otherwise this process loads t
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ from ragkv.cli.options import (
     NoServer,
     QuestionArguments,
     Quiet,
+    Resident,
     Threads,
     UserFile,
     block_tuning,
@@ -63,7 +65,7 @@ from ragkv.cli.question_files import answer_all, show_counts
 from ragkv.config import HISTORY, IndexConfig, IngestConfig, RuntimeConfig, load_config, one_of
 from ragkv.errors import IngestError, KVMismatchError, RagkvError, UsageError
 from ragkv.question import question_options
-from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
+from ragkv.server.local import LocalClient, ServerReply, UnservedError, first_time, query_body, question_warnings
 from ragkv.types import Answer
 from ragkv.util.display import beginning
 from ragkv.util.options import at_door
@@ -198,6 +200,7 @@ def query(
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
     threads: Threads = None,
+    resident: Resident = None,
     no_server: NoServer = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -251,6 +254,7 @@ def query(
         server = LocalClient(index, given_values(device=device, **limits.given))
         with suppress(UnservedError):
             reply = server.query(query_body(question, options, warnings=not quiet), note)
+    leaving = reply is None and not context and not without_server(no_server) and _by_a_person()
     with ExitStack() as held:
         if reply is None:
             with loading(model if context else load_config(index).model, silent=quiet):
@@ -266,10 +270,27 @@ def query(
         answer = reply.answer
     if as_json:
         print_json(answer.to_json())
-        return
-    echo_text("" if stream else answer.text)
-    if not quiet:
-        show_sources(answer, count(len(context), "file") if context else index)
+    else:
+        echo_text("" if stream else answer.text)
+        if not quiet:
+            show_sources(answer, count(len(context), "file") if context else index)
+    if leaving and (UserFile.read(user_file()).table.get("resident", True) if resident is None else resident):
+        _leave_server(ctx, index, given_values(device=device, threads=threads, **limits.given), quiet=quiet)
+
+
+def _by_a_person() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
+
+
+def _leave_server(ctx: typer.Context, index: Path, options: Mapping[str, Any], *, quiet: bool) -> None:
+    """Leave a process behind that answers the next questions, and say so the first time."""
+    from ragkv.cli.serve import IDLE_SECONDS, leave_server
+
+    with suppress(OSError):  # nobody can be told, because the index cannot be written
+        if leave_server(index, options) and not quiet and first_time(index):
+            where = f" --index {shlex.quote(str(index))}" if source_of(ctx, "index") == "COMMANDLINE" else ""
+            kept = f"ragkv keeps {load_config(index).model} loaded for {IDLE_SECONDS // 60} minutes"
+            note(f"{kept} for the next question; `ragkv stop{where}` ends it, --no-resident prevents it.")
 
 
 def _require_model(index: Path, model: str) -> None:

@@ -11,11 +11,14 @@ import logging
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,10 +42,11 @@ from ragkv.cli.options import (
 )
 from ragkv.config import CONFIG_FILE, byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
-from ragkv.server.local import LocalClient, UnservedError, server_process
+from ragkv.server.local import LocalClient, LocalSocket, UnservedError, is_listening, server_process
 from ragkv.util.files import key_file, refusal
 
 if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
     from ragkv.server.settings import ServerSettings
 
 _RAY = "On a Ray cluster"
@@ -110,6 +114,9 @@ def serve(
     background: Annotated[
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
+    idle_seconds: Annotated[
+        int, typer.Option(help="Without an address, for the command line, until so long unused.", hidden=True, min=0)
+    ] = 0,
     device: Device = None,
     threads: Threads = None,
     batch_tokens: BatchTokens = None,
@@ -148,6 +155,7 @@ def serve(
         stop_seconds=stop_seconds,
         footer=footer,
         resident=True,
+        idle_seconds=idle_seconds,
     )
     # absolute, so that errors name it, and commands find it from any folder
     places = {
@@ -182,7 +190,7 @@ def serve(
         run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, places, as_json=as_json, quiet=quiet))
         return
     folders = {name: Path(place) for name, place in places.items()}
-    registry = _made_file(next(iter(folders.values())))
+    registry = None if idle_seconds else _made_file(next(iter(folders.values())))
     for folder in folders.values():
         load_config(folder)  # if the index does not exist, nothing heavy is imported
     if background:
@@ -227,37 +235,31 @@ def _serve_here(
     from ragkv.util.telemetry import export_spans
 
     limit_heaps()
-    listening = reserve(settings.host, settings.port)
+    listening = sockets = None
+    if not settings.idle_seconds:
+        listening = reserve(settings.host, settings.port)
+        for folder in folders.values():
+            _end_server(folder, idle=True)
+    elif (sockets := _idle_sockets(folders)) is None:
+        return
     try:
         from ragkv.server.app import run_server
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"ragkv serve needs {error.name}; {install_hint('serve')}.") from error
-    from ragkv.engines import make_engine
-    from ragkv.pipeline import RagKV
     from ragkv.server.schemas import ServedIndexes, made_indexes
 
     if registry is not None:
         folders |= {name: Path(folder) for name, folder in made_indexes(registry).items() if name not in folders}
     with ExitStack() as opened:
-        opened.enter_context(listening)
+        if listening is not None:
+            opened.enter_context(listening)
         opened.callback(export_spans())
-        indexes: dict[str, RagKV] = {}
-        for name, folder in folders.items():
-            rag = opened.enter_context(RagKV.open(folder, **opening))
-            for other in indexes.values():
-                rag.index.share_model(other.index)
-            indexes[name] = rag
-            rag.index.require_same_model()
-            try:
-                make_engine(rag.config.default_engine, rag.config.tuning)
-            except UsageError as error:
-                raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
-            if not quiet:
-                note(f"loading {rag.config.model} for {name}")
-            rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-            if opening["runtime"] is not None:
-                rag.index.runtime  # noqa: B018 - so that a server that does not answer is seen now
-        watched = _watched(folders, read_only=bool(opening["readonly"]))
+        if settings.idle_seconds:
+            with ThreadPoolExecutor(1, initializer=_make_way) as loader:
+                indexes = loader.submit(_load, folders, opening, opened, quiet=quiet).result()
+        else:  # in this thread, so that Ctrl-C need not wait for it
+            indexes = _load(folders, opening, opened, quiet=quiet)
+        watched = _watched(folders, read_only=bool(opening["readonly"] or settings.idle_seconds))
         if watched and not quiet:
             note(f"watching {', '.join(str(each) for _, each, _ in watched)}")
         gc.collect()
@@ -268,7 +270,53 @@ def _serve_here(
             lambda url: _ready(url, indexes, as_json=as_json, quiet=quiet),
             listening,
             watched,
+            sockets,
         )
+
+
+def _load(
+    folders: Mapping[str, Path], opening: Mapping[str, Any], opened: ExitStack, *, quiet: bool
+) -> dict[str, RagKV]:
+    """The indexes, with their models loaded; `opened` closes them."""
+    from ragkv.engines import make_engine
+    from ragkv.pipeline import RagKV
+
+    indexes: dict[str, RagKV] = {}
+    for name, folder in folders.items():
+        rag = opened.enter_context(RagKV.open(folder, **opening))
+        for other in indexes.values():
+            rag.index.share_model(other.index)
+        indexes[name] = rag
+        rag.index.require_same_model()
+        try:
+            make_engine(rag.config.default_engine, rag.config.tuning)
+        except UsageError as error:
+            raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+        if not quiet:
+            note(f"loading {rag.config.model} for {name}")
+        rag.model  # noqa: B018 - loaded now, so that the first question need not wait
+        if opening["runtime"] is not None:
+            rag.index.runtime  # noqa: B018 - so that a server that does not answer is seen now
+    return indexes
+
+
+def _make_way() -> None:
+    """Give this thread a low priority; on Linux, the others of the process keep theirs."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, 5)
+
+
+def _idle_sockets(folders: Mapping[str, Path]) -> dict[str, LocalSocket] | None:
+    """The socket of the index, which is held while its model is loaded: this takes the place of a process that an
+    earlier question left behind, with other settings. None if there is another server, or one that is loading, or the
+    index cannot be written.
+    """
+    [(name, folder)] = folders.items()
+    if server_process(folder) is None or is_listening(folder):
+        _end_server(folder, idle=True)
+        with suppress(OSError):
+            return {name: LocalSocket.make(folder)}
+    return None
 
 
 def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str, Path, bool]]:
@@ -331,31 +379,59 @@ SLACK_SECONDS = 30.0
 
 
 def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Stop the server of an index (ragkv serve); running answers get its --stop-seconds to finish.
+    """Stop the server of an index (ragkv serve, or what a question left behind); running answers may still finish.
 
     Example: `ragkv stop --index handbook`
     """
+    about = _end_server(index)
+    if as_json:
+        print_json({"stopped": False} if about is None else {"stopped": True, **about})
+    elif not quiet:
+        done = about and f"stopped the server of {', '.join(about['indexes'])} (process {about['pid']})"
+        echo(done or f"no server runs for {index}")
+
+
+def _end_server(index: Path, *, idle: bool = False) -> dict[str, Any] | None:
+    """Stop the index's server and wait until it has ended; returns its process and its indexes. None if there is none,
+    or with `idle`, none that a question left behind.
+    """
     try:
-        about = LocalClient(index).stop()
+        about = LocalClient(index).stop(idle=idle)
     except UnservedError:
-        raise _no_server(index) from None
+        pid = server_process(index)
+        if pid is None or (idle and is_listening(index)):
+            return None
+        if is_listening(index):
+            raise RagkvError(
+                f"The server for the index at {index} (process {pid}) does not answer; end it with kill."
+            ) from None
+        with suppress(OSError):  # it has not begun to listen, or is about to end
+            os.kill(pid, signal.SIGTERM)
+        about = {"pid": pid, "indexes": [str(index.absolute())], "stop_seconds": 0}
     until = time.monotonic() + about["stop_seconds"] + SLACK_SECONDS
     while server_process(index) is not None:
         if time.monotonic() > until:
             raise RagkvError(f"The server (process {about['pid']}) was asked to stop but still runs; end it with kill.")
         time.sleep(0.05)
-    if as_json:
-        print_json({"stopped": True, "pid": about["pid"], "indexes": about["indexes"]})
-    elif not quiet:
-        echo(f"stopped the server of {', '.join(about['indexes'])} (process {about['pid']})")
+    return {"pid": about["pid"], "indexes": about["indexes"]}
 
 
-def _no_server(index: Path) -> RagkvError:
-    """The error for no server, or one that does not respond."""
-    pid = server_process(index)
-    if pid is None:
-        return RagkvError(f"You have no server running for the index at {index}; ragkv serve --background starts one")
-    return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it with kill.")
+IDLE_SECONDS = 300
+
+
+def leave_server(index: Path, options: Mapping[str, Any]) -> bool:
+    """Start a process that loads the index's model and answers its next questions, until it gets none for
+    `IDLE_SECONDS`. `options` are those of `ragkv serve`. False if it cannot run here.
+    """
+    if not (find_spec("fastapi") and find_spec("uvicorn") and os.access(index, os.W_OK)):
+        return False
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = ["serve", "--index", f"index={index.absolute()}", "--idle-seconds", str(IDLE_SECONDS), "--quiet", *given]
+    with suppress(RagkvError):  # there is no place for its log
+        server = _spawn(words, log_file(index), stdout=subprocess.DEVNULL)[0]
+        server.returncode = 0  # it outlives this process, which need not wait for it
+        return True
+    return False
 
 
 _PROGRAM = "from ragkv.cli.main import main; main()"
@@ -366,22 +442,7 @@ def start(arguments: Sequence[str], log: Path) -> dict[str, Any]:
 
     Returns that object with `pid` and `log`. If the server ends before, its own error message is raised.
     """
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise RagkvError(f"The server's log {log} cannot be written: {refusal(error)}.") from error
-    try:
-        before = os.fstat(output).st_size
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C and closing the terminal do not reach it
-        )
-    finally:
-        os.close(output)
+    server, before = _spawn(arguments, log, stdout=subprocess.PIPE)
     assert server.stdout is not None
     try:
         line = server.stdout.readline()
@@ -392,6 +453,27 @@ def start(arguments: Sequence[str], log: Path) -> dict[str, Any]:
     if not line.endswith(b"\n"):
         raise _failure(server.wait(), log, before)
     return {**json.loads(line), "pid": server.pid, "log": str(log)}
+
+
+def _spawn(arguments: Sequence[str], log: Path, *, stdout: int) -> tuple[subprocess.Popen[bytes], int]:
+    """Run `ragkv ARGUMENTS` in a new session with stderr appended to `log`; also returns the log's size before."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RagkvError(f"The server's log {log} cannot be written: {refusal(error)}.") from error
+    try:
+        before = os.fstat(output).st_size
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C and closing the terminal do not reach it
+        )
+        return server, before
+    finally:
+        os.close(output)
 
 
 def log_file(index: Path) -> Path:

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,8 +162,8 @@ async def _http(request: Request, error: Exception) -> Json:
 _BACKLOG = 128
 GRACE = 5
 """Seconds in which an interrupted answer can still send its last event."""
-_TRIM_TICKS = 300
-"""Ticks of 0.1 seconds after which freed memory is returned to the system."""
+_TRIM_TICKS, _IDLE_TICKS = 300, 10
+"""After so many ticks of 0.1 seconds freed memory is returned to the system, and a server may end that is idle."""
 
 
 class LastSecond:
@@ -211,13 +211,14 @@ def _end_process() -> None:
 @dataclass(frozen=True, slots=True)
 class ServerHooks:
     """What a server calls: `ready` with its address, `stopping` at once on a signal, `stop` when the time for running
-    answers is over, and `responded` for each response. It ends when `ending` is set.
+    answers is over, and `responded` for each response. It ends when `ending` is set, or `idle` is true.
     """
 
     ready: Callable[[str], None]
     stopping: Callable[[], None] = lambda: None
     stop: Callable[[], None] = lambda: None
     ending: threading.Event = field(default_factory=threading.Event)
+    idle: Callable[[], bool] = lambda: False
     responded: Responded = lambda method, handler, status: None
 
 
@@ -246,7 +247,8 @@ class GracefulServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TRIM_TICKS == 0:
             await asyncio.to_thread(trim_memory)
-        return await super().on_tick(counter) or self._hooks.ending.is_set()
+        ended = counter % _IDLE_TICKS == 0 and self._hooks.idle()
+        return await super().on_tick(counter) or ended or self._hooks.ending.is_set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._last.begin()
@@ -359,6 +361,7 @@ def run_server(
     on_ready: Callable[[str], None],
     port: socket.socket | None = None,
     watched: Sequence[tuple[str, Path, bool]] = (),
+    sockets: Mapping[str, LocalSocket] | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. `on_ready` receives the address once questions are answered.
 
@@ -366,12 +369,14 @@ def run_server(
     that do not read it are cut. Then the indexes are closed. In the main thread, the process ends `2 * GRACE` seconds
     after `stop_seconds`, whatever is still running. `port` is the socket if the address was reserved before; else
     UsageError if the address is not available. `watched` are folders that jobs mirror into indexes: the name of an
-    index, a folder, and whether documents whose files are gone are deleted.
+    index, a folder, and whether documents whose files are gone are deleted. `sockets` are those of the indexes if they
+    were made before; with `settings.idle_seconds`, there is no other address.
     """
     limiter = ConcurrencyLimiter(settings.requests)
     manager = JobManager(served, limiter)
     app = make_app(served, limiter, manager, footer=settings.footer)
-    sockets = _local_sockets(served) if settings.resident else {}
+    if sockets is None:
+        sockets = _local_sockets(served) if settings.resident else {}
     about = {
         "pid": os.getpid(),
         "indexes": [str(rag.folder) for _, rag in served],
@@ -379,7 +384,9 @@ def run_server(
     }
     stop = threading.Event()
     local = {
-        local_socket.listening: LocalApp(app, name, local_socket, served, limiter, about, stop.set)
+        local_socket.listening: LocalApp(
+            app, name, local_socket, served, limiter, about, stop.set, settings.idle_seconds
+        )
         for name, local_socket in sockets.items()
     }
 
@@ -397,7 +404,9 @@ def run_server(
         held.callback(limiter.close)
         for name, folder, prune in watched:
             manager.follow(name, folder, prune=prune)
-        hooks = ServerHooks(ready, stopping, limiter.stop, stop, limiter.responded)
+        hooks = ServerHooks(
+            ready, stopping, limiter.stop, stop, lambda: any(each.idle() for each in local.values()), limiter.responded
+        )
         _run(app, settings, port, hooks, last, local=local)
 
 
@@ -436,7 +445,7 @@ def _run(
     local: Mapping[socket.socket, ASGIApp] = MappingProxyType({}),
 ) -> None:
     """Serve `app` at its address, and the `local` apps at their sockets, until a signal arrives."""
-    listening = port or reserve(settings.host, settings.port)
+    listening = None if settings.idle_seconds else port or reserve(settings.host, settings.port)
     limits, most = settings.limits, 4 * settings.requests + 64  # refused requests included
     keys, origins = settings.keys, settings.origins
     outer = guard_app(app, keys=keys, limits=limits, origins=origins, most=most, responded=hooks.responded)
@@ -456,13 +465,14 @@ def _run(
         proxy_headers=False,
         timeout_graceful_shutdown=settings.stop_seconds + GRACE + 1,  # just after connections are cut
     )
-    host, number = listening.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
+    url = "" if listening is None else _url(*listening.getsockname()[:2])
     server = GracefulServer(config, url, hooks, settings.stop_seconds, last)
-    try:
-        asyncio.run(server.serve(sockets=[listening, *local]))
-    finally:
-        listening.close()
+    with listening or nullcontext():
+        asyncio.run(server.serve(sockets=[*([] if listening is None else [listening]), *local]))
+
+
+def _url(host: str, number: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{number}"
 
 
 def _local_sockets(served: ServedIndexes) -> dict[str, LocalSocket]:

@@ -61,7 +61,7 @@ _LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LocalSocket:
-    """A server's socket: it listens until `close`."""
+    """A server's socket, which is its own until `close`."""
 
     def __init__(self, folder: int, listening: socket.socket, held: ExitStack) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class LocalSocket:
 
     @classmethod
     def make(cls, index: Path) -> LocalSocket:
-        """Listen in the folder of this index, replacing the socket of a killed server.
+        """A socket in the folder of this index, in place of a killed server's; it refuses clients until it listens.
 
         `BlockingIOError` if another server listens there; `OSError` if the folder cannot be written, belongs to another
         user, or is on a file system without sockets.
@@ -90,7 +90,6 @@ class LocalSocket:
                 os.unlink(_SOCKET, dir_fd=folder)
             listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listening.bind(_address(index, folder))
-            listening.listen(64)
             return cls(folder, listening, stack.pop_all())
 
     def is_in(self, index: Path) -> bool:
@@ -120,6 +119,14 @@ def connect(index: Path, *, seconds: float) -> socket.socket | None:
         return None
 
 
+def is_listening(index: Path) -> bool:
+    """Whether a server of this user accepts connections for the index: one that is loading its model does not yet."""
+    connection = connect(index, seconds=ANSWER_SECONDS)
+    if connection is not None:
+        connection.close()
+    return connection is not None
+
+
 def server_process(index: Path) -> int | None:
     """The process that holds the index's socket; None if there is none."""
     try:
@@ -131,6 +138,17 @@ def server_process(index: Path) -> int | None:
     except OSError:
         pass
     return None
+
+
+def first_time(index: Path) -> bool:
+    """Whether this was never asked for the index, which is noted in its folder; `OSError` if that cannot be written."""
+    with suppress(FileExistsError):
+        (index / FOLDER).mkdir(0o700)
+    with _private(index) as folder, suppress(FileExistsError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with closing_descriptor(os.open("told", flags, 0o600, dir_fd=folder)):
+            return True
+    return False
 
 
 @contextmanager
@@ -208,9 +226,12 @@ class LocalClient:
         with suppress(UnservedError, RagkvError):  # it has ended meanwhile
             self._json("DELETE", f"/local/answers/{identifier}")
 
-    def stop(self) -> dict[str, Any]:
-        """Stop the server; returns its process, its indexes, and the seconds that it may take."""
-        return dict(self._json("DELETE", "/local/server"))
+    def stop(self, *, idle: bool = False) -> dict[str, Any]:
+        """Stop the server; returns its process, its indexes, and the seconds that it may take.
+
+        `idle`: only if it was left behind by a question; else UnservedError.
+        """
+        return dict(self._json("DELETE", "/local/idle" if idle else "/local/server"))
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 0) -> Any:
         with closing(self._ask(method, path, body, seconds=seconds)) as response:

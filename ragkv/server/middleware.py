@@ -335,7 +335,8 @@ class LocalApp:
     the response is 409. The header `Ragkv-Expects` has the version and settings with which the command
     itself would answer. If the server's differ, the response is 409 before anything is done. Two routes exist only
     here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
-    `DELETE /local/server` stops the server and returns the facts `about` it.
+    `DELETE /local/server` stops the server and returns the facts `about` it. So does `DELETE /local/idle`, if the
+    server was left behind by a question, to end after `idle_seconds`.
     """
 
     def __init__(
@@ -347,6 +348,7 @@ class LocalApp:
         limiter: ConcurrencyLimiter,
         about: Mapping[str, Any],
         stop: Callable[[], None],
+        idle_seconds: int,
     ) -> None:
         self._app = app
         self._name = name
@@ -355,11 +357,15 @@ class LocalApp:
         self._limiter = limiter
         self._about = about
         self._stop = stop
+        self._idle_seconds = idle_seconds
+        self._used = time.monotonic()
+        self._folder = dict(served)[name].folder
         self._running: dict[str, LocalRequest] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         folder, _, last = scope["path"].rpartition("/")
-        if (scope["method"], scope["path"]) == ("DELETE", "/local/server"):
+        stops = ("/local/server", "/local/idle") if self._idle_seconds else ("/local/server",)
+        if scope["method"] == "DELETE" and scope["path"] in stops:
             await Json(self._about)(scope, receive, send)
             self._stop()
         elif (scope["method"], folder) == ("DELETE", "/local/answers"):
@@ -390,7 +396,13 @@ class LocalApp:
         try:
             await self._app({**scope, "ragkv.local": local}, receive, send)
         finally:
+            self._used = time.monotonic()
             self._running.pop(identifier, None)
+
+    def idle(self) -> bool:
+        """Whether the server has nothing to do any more: `idle_seconds` have passed, or its index is gone."""
+        late = not self._running and time.monotonic() - self._used > self._idle_seconds
+        return bool(self._idle_seconds) and (late or not self._socket.is_in(self._folder))
 
 
 def _another_way() -> ApiError:

@@ -146,6 +146,8 @@ class ServerSettings:
     footer: bool = False
     resident: bool = False
     """Also serve local commands of the same user, through a socket in each index's folder."""
+    idle_seconds: int = 0
+    """If not 0: listen at that socket only, and end after so long without a question."""
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and self.keys is None:

@@ -223,6 +223,7 @@ def test_what_it_may_say(tmp_path):
         ("[decoding]\ntop_p = 'x'", "top_p must be a number, not 'x'."),
         ("tuning = 3", "tuning must be a table, not 3."),
         ("device = 0", "device = 0 must be a string"),
+        ("resident = 1", "resident = 1 must be true or false"),
         ("index = ''", "index = '' must be a string that is not empty"),
         ("chunk_tokens = 2", "chunk_tokens must be from 8 to 65536, not 2"),
         ("codec = 'zip'", "unknown codec 'zip': choose one of half,"),

@@ -1,5 +1,5 @@
-"""`ragkv serve --background` and `ragkv stop` as commands, and which modules a command imports if a server does its
-work.
+"""`ragkv serve --background`, what a question at a terminal leaves behind, and `ragkv stop` as commands, and which
+modules a command imports if a server does its work.
 """
 
 import json
@@ -9,12 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from clichild import CliChild
+from live import PATIENCE
+from outcome import typed
 
-from ragkv.server.local import FOLDER, server_process
+from ragkv.cli import serve
+from ragkv.cli.main import main
+from ragkv.server.local import FOLDER, is_listening, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +29,7 @@ from ragkv.cli.main import main
 from ragkv.server import local
 local.ANSWER_SECONDS = 600.0  # however busy the machine is
 """
+ASK = ("query", "Who founded Halden Works?", "--max-new-tokens", 2)
 LOADED = f"""{PROGRAM}
 try:
     main()
@@ -35,7 +41,10 @@ finally:
 
 @pytest.fixture
 def index(tmp_path, folder):
-    return shutil.copytree(folder, tmp_path / "index", ignore=shutil.ignore_patterns(FOLDER))
+    index = shutil.copytree(folder, tmp_path / "index", ignore=shutil.ignore_patterns(FOLDER))
+    yield index
+    if (pid := server_process(index)) is not None:
+        end(pid)
 
 
 @pytest.fixture
@@ -108,7 +117,7 @@ def test_a_killed_server_is_not_missed(index, run):
     while server_process(index) is not None:  # the kernel is still cleaning up
         continue
     assert run("query", "Who founded Halden Works?", "--max-new-tokens", 2).returncode == 0
-    assert run("stop").returncode == 1
+    assert json.loads(run("stop", "--json").stdout) == {"stopped": False}
 
 
 def end(pid):
@@ -117,3 +126,94 @@ def end(pid):
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+@pytest.fixture
+def at_a_terminal(index, tmp_path, monkeypatch):
+    """Run a command with its stdin and stdout at a terminal; returns its stderr."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("CI", raising=False)
+
+    def run(*words, program=f"{PROGRAM}\nmain()"):
+        ours, theirs = os.openpty()
+        command = [sys.executable, "-c", program, *map(str, words), "--index", str(index)]
+        with (tmp_path / "err").open("w") as err:
+            process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=err)
+            os.close(theirs)
+            try:
+                while os.read(ours, 4096):
+                    continue
+            except OSError:  # the command, the last that has it open, has ended: what it leaves behind has not
+                os.close(ours)
+            message = (tmp_path / "err").read_text()
+            assert process.wait() == 0, message
+        return message
+
+    return run
+
+
+def wait_until(condition):
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_question_leaves_a_process_behind_until_it_is_stopped(index, at_a_terminal):
+    told = at_a_terminal(*ASK)
+    assert f"`ragkv stop --index {index}` ends it, --no-resident prevents it" in told
+    wait_until(lambda: is_listening(index))
+    first = server_process(index)
+    assert at_a_terminal(*ASK, "--quiet", program=LOADED) == "[]\n"  # nothing heavy was imported
+    assert server_process(index) == first
+
+    assert "ragkv keeps" not in at_a_terminal(*ASK, "--batch-tokens", 512)  # which the first one does not have
+    wait_until(lambda: server_process(index) not in (None, first) and is_listening(index))
+    assert at_a_terminal(*ASK, "--batch-tokens", 512, "--quiet", program=LOADED) == "[]\n"
+
+    server = CliChild("serve", "--index", index, "--port", 0, "--device", "cpu")
+    server.line()
+    assert server_process(index) == server.process.pid  # it answers instead
+    at_a_terminal("stop")
+    assert server.end()[0] == 0
+    assert server_process(index) is None
+
+
+@pytest.mark.parametrize("ending", ["unused", "deleted", "stopped while it loads"])
+def test_it_ends_by_itself(index, ending):
+    child = CliChild(
+        "serve", "--index", f"index={index}", "--idle-seconds", 1 if ending == "unused" else 9999, "--quiet"
+    )
+    wait_until(lambda: server_process(index) is not None or child.process.exitcode is not None)
+    if ending == "stopped while it loads":
+        assert serve._end_server(index)["pid"] == child.process.pid
+        assert child.end()[0] in (0, -signal.SIGTERM)
+        return
+    if ending == "deleted":
+        wait_until(lambda: is_listening(index))
+        shutil.rmtree(index)
+    child.process.join(PATIENCE)
+    assert child.process.exitcode is not None
+    code, _, message = child.end()
+    assert (code, message) == (0, "")
+    assert server_process(index) is None
+
+
+WAYS = ("as usual", "a pipe", "CI", "--no-resident", "variable", "user file", "--no-server", "asked for")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_leaves_a_process_behind(index, capsys, monkeypatch, way):
+    left = []
+    monkeypatch.setattr(serve, "leave_server", lambda *call: left.append(call))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: way != "a pipe")
+    monkeypatch.setattr("ragkv.cli.query.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("CI", "true" if way == "CI" else "")
+    words = ["--resident"] if way == "asked for" else [way] if way.startswith("--") else []
+    if way == "variable":
+        monkeypatch.setenv("RAGKV_RESIDENT", "false")
+    if way in ("user file", "asked for"):
+        monkeypatch.setattr("ragkv.cli.query.user_file", lambda: index / "user.toml")
+        (index / "user.toml").write_text("resident = false\n")
+    assert typed(main, capsys, monkeypatch)(*ASK, "--index", index, *words).code == 0
+    assert len(left) == (way in ("as usual", "asked for"))
