@@ -631,7 +631,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, tra
     devices = pick_devices(device, checkpoint.weight_bytes)
     float_dtype = "float32" if dtype == "int8" else dtype
     optimize = int8_weights if dtype == "int8" else optimize_layers
-    record = CheckRecord.of(checkpoint, float_dtype, devices)
+    record = None
+    with suppress(ModelLoadError):  # files are missing: opening the checkpoint says which
+        record = CheckRecord.of(checkpoint, float_dtype, devices)
     if record is not None and not train:
         with describe_error("Model", name):
             loaded = record.plain_model()

@@ -477,7 +477,7 @@ def _norm(module, name, width, dtype, epsilon=1e-6):
 
 
 def _with_kernels(module, dtype):
-    linear._optimize_norms(SimpleNamespace(device=torch.device("cpu"), dtype=dtype, module=module))
+    linear._optimize_norms(SimpleNamespace(device=torch.device("cpu"), dtype=dtype, network=module))
     return module
 
 

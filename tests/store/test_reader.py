@@ -59,7 +59,7 @@ def test_many_come_from_one_snapshot_and_bad_ones_stay_out(store, caplog):
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
 def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch):
     monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
-    monkeypatch.setattr(record, "_cores", lambda: 3)
+    monkeypatch.setattr(record, "cores", lambda: 3)
     workers = set()
     decode = reader._Loading._decode
 
@@ -82,7 +82,7 @@ def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch
 
 
 def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch):
-    monkeypatch.setattr(record, "_cores", lambda: 4)
+    monkeypatch.setattr(record, "cores", lambda: 4)
     done = []
 
     def fail() -> None:
@@ -99,7 +99,7 @@ def test_an_interrupted_caller_waits_for_those_who_read():
     code = """
 import signal, sys, threading, time
 from ragkv.store import record
-record._cores = lambda: 2
+record.cores = lambda: 2
 main, helped, left, ended = threading.main_thread(), threading.Event(), threading.Event(), []
 
 def still():
@@ -145,7 +145,7 @@ def test_those_who_began_are_waited_for_though_no_more_threads_start(monkeypatch
 
     caller = threading.current_thread()
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(record, "_cores", lambda: 3)
+        monkeypatch.setattr(record, "cores", lambda: 3)
         monkeypatch.setattr(record, "_pool", SimpleNamespace(submit=submit))
         record.share([task, task])
         left.set()
@@ -312,7 +312,7 @@ def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monke
         return decode(manifest, codec, run, *arguments, packing=packing)
 
     monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
-    monkeypatch.setattr(record, "_cores", lambda: 2)
+    monkeypatch.setattr(record, "cores", lambda: 2)
     monkeypatch.setattr(reader, "kernel_module", lambda _: None)
     monkeypatch.setattr(reader._Loading, "tasks", noted)
     monkeypatch.setattr(reader, "decode_segments", slow)
@@ -348,7 +348,7 @@ def test_a_record_crosses_to_a_device_while_the_next_one_is_read(tmp_path, codec
     did, decode = [], reader._Loading._decode
     copies = DelayedCopies(did)
     monkeypatch.setattr(attention.kv, "copy_stream", lambda _: copies)
-    monkeypatch.setattr(record, "_cores", lambda: 1)
+    monkeypatch.setattr(record, "cores", lambda: 1)
     monkeypatch.setattr(reader._Loading, "_decode", lambda *given: did.append("read") or decode(*given))
     kvs = {identity(n, *range(4)): make_kv(5, seed=n, dtype=torch.float32) for n in range(4)}
     bad, odd = list(kvs)[1:3]
@@ -411,7 +411,7 @@ from ragkv.store import KVIdentity, Store, reader, record
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either
 reader.DECODE_BYTES = 1 << 20
-record._cores = lambda: 3
+record.cores = lambda: 3
 kv = ChunkKV(keys=(torch.ones(4, 4096, 128),), values=(torch.ones(4, 4096, 128),))
 of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(4096)))
 with Store.create(sys.argv[1]) as store:

@@ -111,6 +111,7 @@ CONFIGS = st.builds(
     runtime=RUNTIMES,
     encoding=ENCODINGS,
     model=TEXTS,
+    executor=st.sampled_from(("transformers", "llama-cpp")),
     dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16", "int8")),
     chunk_tokens=st.integers(8, 1 << 16),
     codec=TEXTS,
