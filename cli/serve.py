@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -198,8 +198,8 @@ def serve(
         return
     limits = {"batch_tokens": batch_tokens, "max_sequences": max_sequences}
     opening = {"device": device, "readonly": read_only or None, "runtime": runtime, **limits}
-    _log_requests(quiet=quiet, as_json=log_format == "json")
-    _serve_here(folders, settings, opening, registry, as_json=as_json, quiet=quiet)
+    with _log_requests(quiet=quiet, as_json=log_format == "json"):
+        _serve_here(folders, settings, opening, registry, as_json=as_json, quiet=quiet)
 
 
 def _add_key(name: str, keys: Path | None, *, as_json: bool) -> None:
@@ -348,15 +348,24 @@ def _start_in_background(first: Path, *, as_json: bool, quiet: bool) -> None:
             note("The commands do not use it: another server is up for the index, or its folder takes no socket.")
 
 
-def _log_requests(*, quiet: bool, as_json: bool) -> None:
-    """Log a line of JSON on stderr per request, unless `quiet`; with `as_json` the whole log has such a handler."""
+@contextmanager
+def _log_requests(*, quiet: bool, as_json: bool) -> Iterator[None]:
+    """In the block, log a line of JSON on stderr per request, unless `quiet`; with `as_json` the whole log has such a
+    handler.
+    """
     log = logging.getLogger("ragkv.server.middleware.requests")
+    level, propagate = log.level, log.propagate
     log.setLevel(logging.WARNING if quiet else logging.INFO)
-    if not as_json:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
-        log.propagate = False
+    handler = logging.NullHandler() if as_json else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.propagate = as_json
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 def _ready(url: str, names: Iterable[str], *, as_json: bool, quiet: bool) -> None:

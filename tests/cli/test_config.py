@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -285,6 +286,7 @@ def test_a_server_does_not_start_on_an_index_whose_questions_it_would_refuse(rag
     toml.write_text(kept + line if line[0] == "[" else re.sub("default_engine = .*", line, kept))
     refused = ragkv("serve", "--index", empty, "--port", 0)
     assert (refused.code, refused.sentence.startswith(f"ragkv: {toml}: "), says in refused.sentence) == (2, True, True)
+    assert logging.getLogger("ragkv.server.middleware.requests").handlers == []
 
 
 def test_a_tuning_that_does_not_fit_its_engine_makes_no_index(ragkv, own_file, tmp_path, model_folder, documents):

@@ -88,7 +88,7 @@ def test_a_deleted_index_is_unavailable_and_stays_deleted(serving, lost, tmp_pat
     settle()
     assert not lost.exists()
     assert [each["name"] for each in serving("GET", "/api/indexes").json()["indexes"]] == ["two"]
-    assert [each["id"] for each in serving("GET", "/v1/models").json()["data"]] == ["ragkv/two"]
+    assert [each["id"] for each in serving("GET", "/v1/models").json()["data"]] == ["ragkv/two", "ragkv/two:plain"]
     assert serving("POST", "/api/indexes/two/query", json=ASKED).status_code == 200
     result = serving("GET", "/readyz")
     assert (result.status_code, result.json()) == (200, {"status": "ready", "unavailable": 1})
