@@ -470,7 +470,7 @@ class BGEM3(CheckpointModel):
             self._width: int = self._body.config["hidden_size"]
             self._heads = [torch.nn.Linear(self._width, width).to(self._device, dtype) for width in (self._width, 1)]
             for head, file in zip(self._heads, HEADS, strict=True):
-                head.load_state_dict(torch.load(folder / file, map_location=self._device, weights_only=True))
+                head.load_state_dict(torch.load(folder / file, map_location="cpu", weights_only=True))
             self._tokenizer = EncoderTokenizer(folder, self.max_tokens)
             self._forward(self._tokenise(["What is the capital of France?"]))  # a broken model fails now
 

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from indexed import indexed
+from transformers import AutoConfig
 
 from ragkv import RagKV
 from ragkv.engines import make_engine
@@ -124,7 +125,7 @@ def asked(rag, *, mode="", name="a", top_k=2):
 
 
 def configs(rag, *, rank=0, ranks=1, spec=None, **changes):
-    config = rag.model.config
+    config = AutoConfig.from_pretrained(rag.model.checkpoint.location)  # vLLM reads it itself
     heads = max(config.num_key_value_heads // ranks, 1)
     layers = {
         f"model.layers.{number}.self_attn.attn": SimpleNamespace(
@@ -435,10 +436,10 @@ def served(rag, server):
 
 
 def test_vllm_gets_the_prompts_tokens_and_what_they_consist_of(rag, served, server):
+    request = asked(rag)  # stores the prefix, which ingest does not
     answer = served.query(QUESTION, engine="block", top_k=2, decoding={"temperature": 0.5, "seed": 3})
     assert (answer.text, answer.finish_reason, answer.kv.hits, answer.kv.misses) == ("bc", "stop", 2, 0)
     proof, body = server.requests
-    request = asked(rag)
     assert body["prompt"] == proof["prompt"] == request.prompt_token_ids
     sent = ChunkReads.of(body["kv_transfer_params"][PARAMS])
     assert sent == dataclasses.replace(request.reads, index=str(rag.folder.resolve()))
