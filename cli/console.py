@@ -87,7 +87,7 @@ class _Screen(Console):
     def file(self) -> IO[str]:
         """The stream below every wrapper: below a bar's, which is around `_Guard`."""
         stream = super().file
-        while (below := getattr(stream, "rich_proxied_file", None)) is not None:
+        while (below := getattr(stream, "rich_proxied_file", None)) not in (None, stream):  # JSON lines name themselves
             stream = below
         return stream
 
