@@ -61,7 +61,9 @@ def _usage() -> tuple[float, float]:
     Programs of lower priority do not count, because they make way; time that the hypervisor took does.
     """
     used = -sum(os.times()[:4])
-    with suppress(OSError, ValueError, AttributeError):
+    if not hasattr(os, "sched_getaffinity"):
+        return time.monotonic(), used
+    with suppress(OSError, ValueError):
         names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         for line in Path("/proc/stat").read_text().splitlines():
             name, *ticks = line.split()
