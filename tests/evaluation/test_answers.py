@@ -245,6 +245,7 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
     )
     for engine in ("full", "block", "pced"):  # an index's first question stores the KV of the prompt's prefix
         rag.query(QUESTIONS[0], engine=engine, top_k=2, max_new_tokens=5)
+    rag.index.write_behind.settle(whole=True)
     before = replace(rag.store.stats(), used_bytes=0)  # LMDB's free pages come and go
     results = run_candidates([task], everyone, source=IndexSource(rag))
     assert replace(rag.store.stats(), used_bytes=0) == before
