@@ -110,15 +110,20 @@ def write_gguf(path: Path, lm: LanguageModel, weights: str) -> None:
     file.add_tokenizer_model("no_vocab")
     for name, weight in lm.module.state_dict().items():
         numbers = weight.float().numpy()
-        if count := heads.get(name.split(".")[-2]):  # llama.cpp rotates neighbours, transformers the halves of a head
-            rows, width = numbers.shape
-            numbers = numbers.reshape(count, 2, rows // count // 2, width).swapaxes(1, 2).reshape(rows, width)
+        if count := heads.get(name.split(".")[-2]):
+            numbers = neighbours(numbers, count)
         to = names.get_name(name, try_suffixes=(".weight",))
         if numbers.ndim == 2:
             file.add_tensor(to, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
         else:
             file.add_tensor(to, numbers)
     finish(file)
+
+
+def neighbours(numbers: Any, heads: int) -> Any:
+    """A projection's rows as llama.cpp has them: it rotates neighbours, transformers the halves of a head."""
+    rows, width = numbers.shape
+    return numbers.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def add_sizes(file: Any, config: Any) -> None:
@@ -129,7 +134,8 @@ def add_sizes(file: Any, config: Any) -> None:
     file.add_feed_forward_length(config.intermediate_size)
     file.add_head_count(config.num_attention_heads)
     file.add_head_count_kv(config.num_key_value_heads)
-    file.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    file.add_rope_freq_base((ropes.get("full_attention") or ropes)["rope_theta"])
     file.add_layer_norm_rms_eps(config.rms_norm_eps)
     file.add_vocab_size(config.vocab_size)
 

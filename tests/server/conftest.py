@@ -61,6 +61,14 @@ def rag(folder):
 
 
 @pytest.fixture(scope="module")
+def mini(tmp_path_factory, documents):
+    """An index of the bundled model, which has an embedder."""
+    with RagKV.create(tmp_path_factory.mktemp("indexes") / "two", device="cpu") as rag:
+        rag.ingest(documents)
+        yield rag
+
+
+@pytest.fixture(scope="module")
 def key(tmp_path_factory):
     """A file of keys, and its key."""
     path = tmp_path_factory.mktemp("keys") / "keys"

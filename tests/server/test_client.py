@@ -18,7 +18,6 @@ import pytest
 from live import PATIENCE, live
 from pydantic import BaseModel
 
-from ragkv import RagKV
 from ragkv.server.settings import Keys
 
 pytestmark = pytest.mark.slow
@@ -27,14 +26,6 @@ PYTHON = Path(sys.prefix) / "clients" / "bin" / "python"
 SCRIPTS = Path(__file__).parent / "clients"
 QUESTION = "Who founded Halden Works?"
 ASKED = {"model": "ragkv/two", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory, documents):
-    """An index of the bundled model, which has an embedder."""
-    with RagKV.create(tmp_path_factory.mktemp("indexes") / "two", device="cpu") as rag:
-        rag.ingest(documents)
-        yield rag
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,9 @@ import pytest
 from live import live
 from pydantic import BaseModel
 
-from ragkv import RagKV
-
 QUESTION = "Who founded Halden Works?"
 ASKED = {"model": "ragkv/two", "input": QUESTION, "max_output_tokens": 6}
 MESSAGES = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory, documents):
-    """An index of the bundled model."""
-    with RagKV.create(tmp_path_factory.mktemp("indexes") / "two", device="cpu") as rag:
-        rag.ingest(documents)
-        yield rag
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish, neighbours
+
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -23,20 +25,11 @@ def write_model(path: Path, model) -> Path:
     config = model.config
     family = config.model_type.removesuffix("_text")
     file = gguf.GGUFWriter(path, ARCHITECTURES[family])
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_block_count(config.num_hidden_layers)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
-    file.add_vocab_size(config.vocab_size)
+    add_sizes(file, config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     file.add_key_length(width)
     file.add_value_length(width)
     file.add_rope_dimension_count(width)
-    ropes = config.rope_parameters
-    file.add_rope_freq_base((ropes.get("full_attention") or ropes)["rope_theta"])
     if family == "gemma3":
         file.add_sliding_window(config.sliding_window)
     if family == "phi3":
@@ -45,10 +38,7 @@ def write_model(path: Path, model) -> Path:
     _write_vocabulary(file, model.tokens._tokenizer, config.vocab_size)
     for name, numbers in tensors_of(model, model.module.state_dict()).items():
         file.add_tensor(name, numbers)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    finish(file)
     return path
 
 
@@ -67,9 +57,7 @@ def tensors_of(model, weights) -> dict:
             continue
         numbers = weight.float().numpy()
         if ARCHITECTURES[family] == "llama" and (count := heads.get(name.split(".")[-2])):
-            # llama.cpp rotates neighbours, transformers the halves of a head
-            rows, width = numbers.shape
-            numbers = numbers.reshape(count, 2, rows // count // 2, width).swapaxes(1, 2).reshape(rows, width)
+            numbers = neighbours(numbers, count)
         if family == "gemma3" and name.endswith("norm.weight"):
             numbers = numbers + 1
         if family == "gemma3" and ".q_norm." in name:  # llama.cpp scales by the width of a head
