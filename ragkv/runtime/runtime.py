@@ -278,12 +278,20 @@ class Runtime:
         never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError if its
         `owner` was closed.
         """
-        model = self.model
         self.require(engine)
-        limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
-        require_reach(engine, model, sum(map(len, parts)) + limit)
-        demand = engine.demand(request, limit)
+        new = 0 if generation is None else generation.max_new_tokens
+        require_reach(engine, self.model, sum(map(len, parts)) + new)
+        job = self._prepare(engine, request, generation)
+        job.owner, job.lease = owner, lease
+        with self._locked():
+            self._require_open(owner)
+            self._start_job(job)
+        return job
+
+    def _prepare(self, engine: Engine, request: Request, generation: Generation | None) -> Job:
+        """The job of a request that `require` and the model's reach allow; nothing of it runs yet."""
+        demand = engine.demand(request, 0 if generation is None else generation.max_new_tokens)
         most = self.executor.traits.max_sequences
         if most is not None and demand.sequences > most:
             raise UsageError(
@@ -294,14 +302,14 @@ class Runtime:
         ticket = Ticket(
             sequences=demand.sequences, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared
         )
-        decoder = None if generation is None else Decoder(model, generation)
-        program = with_shared(engine.program(request, model), self.pool, self.executor)
-        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
-        with self._locked():
-            self._require_open(owner)
-            self._scheduler.submit(ticket)
-            self._jobs[ticket] = job
-        return job
+        decoder = None if generation is None else Decoder(self.model, generation)
+        program = with_shared(engine.program(request, self.model), self.pool, self.executor)
+        return Job(program, ticket, decoder, model=self.model)
+
+    def _start_job(self, job: Job) -> None:
+        """Under the lock."""
+        self._scheduler.submit(job.ticket)
+        self._jobs[job.ticket] = job
 
     def wait(self, job: Job) -> None:
         """Return when the job is `ready`; drive the runtime meanwhile if no other thread does."""

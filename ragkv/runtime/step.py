@@ -46,14 +46,14 @@ class Job:
         decoder: Decoder | None,
         *,
         model: object = None,
-        owner: object = None,
-        lease: Lease | None = None,
     ) -> None:
         self.program = program
         self.ticket = ticket
         self.decoder = decoder
-        self.owner = owner
-        self.lease = lease
+        self.owner: object = None
+        """The index that asks."""
+        self.lease: Lease | None = None
+        """The KV that it reads, returned when it ends."""
         self.ahead: float = AHEAD
         self.torn = False
         """Whether it could not continue if the running step were interrupted."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from ragkv.engines.base import Sample, require_reach, require_supported
+from ragkv.engines.base import Operation, Sample, require_supported
 from ragkv.errors import PromptTooLongError, RagkvError, UnsupportedModelError, UsageError
 from ragkv.model.language_model import eos_ids
 from ragkv.model.loading import describe_error, reach
@@ -199,6 +199,22 @@ class VLLMServer:
             response.close()
 
 
+class ServerJob(Job):
+    """A request that a server answers. Its end hangs up, so that the server stops."""
+
+    def __init__(self, body: Mapping[str, Any], decoder: Decoder, model: object) -> None:
+        nothing: Iterator[Operation] = iter(())
+        super().__init__((step for step in nothing), Ticket(sequences=1, tokens=0), decoder, model=model)
+        self.body = body
+        self.opened: list[urllib3.BaseHTTPResponse] = []
+
+    def end(self, error: BaseException | None = None) -> None:
+        super().end(error)
+        for response in self.opened:
+            with suppress(Exception):  # it has ended already
+                response.shutdown()
+
+
 class VLLMRuntime(Runtime):
     """Answers by a vLLM server. `fingerprint` is the model's in the index, `index` a name of the index.
 
@@ -207,10 +223,7 @@ class VLLMRuntime(Runtime):
 
     def __init__(self, model: Any, url: str, *, fingerprint: str, index: str) -> None:
         traits = SimpleNamespace(max_sequences=None)
-        super().__init__(
-            model,
-            executor=lambda model: SimpleNamespace(traits=traits, model=model),
-        )
+        super().__init__(model, executor=lambda model: SimpleNamespace(traits=traits, model=model))
         self._fingerprint, self._index = fingerprint, index
         self._server = VLLMServer(url)
         served = self._server.ask("/v1/models")["data"][0]
@@ -239,46 +252,32 @@ class VLLMRuntime(Runtime):
                 'sink = "prefix" and another preset under [tuning.block] in ragkv.toml.'
             )
 
-    def submit(
-        self,
-        engine: Engine,
-        request: Request,
-        generation: Generation | None,
-        *,
-        owner: object = None,
-        lease: Lease | None = None,
-    ) -> Job:
-        model = self.model
-        self.require(engine)
+    def _prepare(self, engine: Engine, request: Request, generation: Generation | None) -> Job:
         if generation is None or generation.processors or generation.criteria:
             raise UsageError(
                 "vLLM chooses the tokens itself: logits processors and stopping criteria need ragkv's runtime."
             )
         chunks = request.chunks if engine.most_chunks is None else request.chunks[-engine.most_chunks :]
         ids = [*request.prefix_ids, *(i for chunk in chunks for i in chunk.token_ids), *request.suffix_ids]
-        require_reach(engine, model, len(ids) + generation.max_new_tokens)
         body = {"model": self._name, "prompt": ids, **self._choice(generation, len(ids))}
         if engine.reads is not None and ids:
             reads = self._reads(engine, request)
             self._prove(reads, ids)
             body |= {"kv_transfer_params": reads.params, "cache_salt": salt_of(reads)}
         plain = replace(generation.decoding, schema=None, regex=None, grammar=None)  # vLLM holds the answer to them
-        decoder = Decoder(model, replace(generation, decoding=plain))
-        opened: list[urllib3.BaseHTTPResponse] = []
-        program = _until_closed(opened)
-        next(program)
-        job = Job(program, Ticket(sequences=1, tokens=0), decoder, model=model, owner=owner, lease=lease)
-        with self._locked():
-            self._require_open(owner)
-            self._jobs[job.ticket] = job
-        threading.Thread(target=self._read, args=(job, body, opened), name="ragkv-vllm", daemon=True).start()
-        return job
+        decoder = Decoder(self.model, replace(generation, decoding=plain))
+        return ServerJob(body, decoder, self.model)
 
-    def _read(self, job: Job, body: Mapping[str, Any], opened: list[urllib3.BaseHTTPResponse]) -> None:
+    def _start_job(self, job: Job) -> None:
+        self._jobs[job.ticket] = job
+        assert isinstance(job, ServerJob)
+        threading.Thread(target=self._read, args=(job,), name="ragkv-vllm", daemon=True).start()
+
+    def _read(self, job: ServerJob) -> None:
         """In a thread for each request: its tokens, as they come."""
         error: BaseException | None = None
         try:
-            for ids, reason in self._server.tokens(body, opened.append):
+            for ids, reason in self._server.tokens(job.body, job.opened.append):
                 for number, token_id in enumerate(ids, 1):
                     last = reason is not None and number == len(ids)
                     assert job.decoder is not None
@@ -376,13 +375,3 @@ class VLLMRuntime(Runtime):
                     f"{report['verdict'] or 'its chunks were not compared'}; ingest again, or use --engine full."
                 )
             self._proved = True
-
-
-def _until_closed(opened: list[urllib3.BaseHTTPResponse]) -> Generator[Any, Any, None]:
-    """A job's program: its end hangs up, so that vLLM stops."""
-    try:
-        yield None
-    finally:
-        for response in opened:
-            with suppress(Exception):  # it has ended already
-                response.shutdown()
