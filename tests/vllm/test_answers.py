@@ -1,0 +1,159 @@
+"""Answers by stored chunks inside vLLM are `block`'s, alone and in a crowd, and no other request meets their KV."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from vllmserver import BLOCK, vllm_server
+
+from ragkv.decoding import Decoding
+from ragkv.engines import make_engine
+from ragkv.runtime import Generation
+
+FAMILIES = {"llama": "prefixed", "qwen3": "standalone", "stablelm": "prefixed", "smollm2": "prefixed"}
+QUESTIONS = (
+    "In which year was Parinphor Brewery founded?",
+    "Who founded the lighthouse?",
+    "Where is the river?",
+    "What does the company produce?",
+    "Which city has a museum?",
+    "How many people live there?",
+    "When did it open?",
+    "Who owns the brewery?",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+GUIDANCE = ("--structured-outputs-config.backend", "guidance")
+
+
+@pytest.fixture(scope="module", params=FAMILIES.items(), ids=lambda each: each[0])
+def served(request, serving):
+    family, over = request.param
+    with serving(family, *GUIDANCE, over=over) as each:
+        yield each
+
+
+def request_of(rag, number):
+    """A question's request over 1 to 8 chunks, in no order of theirs."""
+    top_k = (3, 5, 1, 8, 2)[number % 5]
+    scored = rag.retrieve(QUESTIONS[number % 8], top_k=top_k + 2, retrieval="bm25")[number // 8 :][:top_k][::-1]
+    engine = make_engine("block", rag.config.tuning)
+    request, _ = rag.request(engine, QUESTIONS[number % 8], scored)
+    return engine, request
+
+
+def body_of(served, number, engine=None):
+    """What ragkv sends to vLLM for a question."""
+    block, request = request_of(served.rag, number)
+    generation = Generation(max_new_tokens=1, decoding=Decoding())
+    return served.rag.index.runtime._prepare(engine or block, request, generation).body | {"stream": False}
+
+
+def references(served, number):
+    """Here: the log-probabilities of the first token by `full`, and by `block` up to the last whole block of vLLM's."""
+    engine, request = request_of(served.own, number)
+    inputs = engine.cache(served.own.model, request)
+    kv = inputs["past_key_values"]
+    ids = inputs["input_ids"]
+    whole = min(kv.get_seq_length(), ids.shape[1] - 1) // BLOCK * BLOCK
+    kv.crop(whole - kv.get_seq_length())
+    with served.own.model.plain() as model, torch.inference_mode():
+        full = model(ids).logits[0, -1]
+        positions = torch.arange(whole, ids.shape[1])[None]
+        block = model(ids[:, whole:], past_key_values=kv, position_ids=positions).logits[0, -1]
+    return full.float().log_softmax(-1), block.float().log_softmax(-1), whole
+
+
+def far(scores, reference):
+    return max(abs(score - float(reference[token])) for token, score in scores[0].items())
+
+
+def test_log_probabilities_are_those_of_block(served):
+    differences = []
+    for number in range(6):
+        full, block, whole = references(served, number)
+        body = body_of(served, number)
+        served.vllm.forget()
+        _, scores, cached = served.vllm.complete(body)
+        assert (cached, far(scores, block) < 1e-4) == (whole, True)
+        differences.append(far(scores, full))
+        _, scores, cached = served.vllm.complete({"model": body["model"], "prompt": body["prompt"]})  # no salt
+        assert (cached, far(scores, full) < 1e-4) == (0, True)
+    assert max(differences) > 0.1  # what the two engines differ by
+
+
+@pytest.mark.parametrize("salt", [None, "another", "ragkv-another"])
+def test_no_other_request_meets_the_kv_of_stored_chunks(served, salt):
+    body = body_of(served, 1)
+    full, block, whole = references(served, 1)
+    served.vllm.forget()
+    for _ in range(2):  # loaded, then from the prefix cache
+        assert far(served.vllm.complete(body)[1], block) < 1e-4
+    for number in range(2):  # what it computed itself may be met again
+        _, scores, cached = served.vllm.complete({**body, "cache_salt": salt})
+        assert far(scores, full) < 1e-4
+        assert number or cached == 0
+    assert served.vllm.complete(body)[2] == whole
+
+
+def test_forty_requests_together_are_answered_as_each_alone(serving):
+    few = ("--num-gpu-blocks-override", "48", "--max-num-batched-tokens", "64", "--enable-chunked-prefill")
+    with serving("llama", *few, "--max-num-seqs", "64", "--max-model-len", "1024") as served:
+        bodies = [body_of(served, number) for number in range(12)]
+        requests = []
+        for number in range(40):
+            body = bodies[number % 12]
+            requests.append(body if number % 4 else {"model": body["model"], "prompt": body["prompt"]})
+        alone = []
+        for body in requests:
+            served.vllm.forget()
+            alone.append(served.vllm.complete(body, 64))
+        assert served.vllm.metric("vllm:num_preemptions_total") == 0
+        served.vllm.forget()
+        with ThreadPoolExecutor(40) as threads:
+            together = list(threads.map(lambda body: served.vllm.complete(body, 64), requests))
+        assert served.vllm.metric("vllm:num_preemptions_total") > 0
+        for mine, theirs in zip(alone, together, strict=True):
+            assert mine[0] == theirs[0]
+            for before, after in zip(mine[1], theirs[1], strict=True):
+                assert max(abs(score - after[token]) for token, score in before.items() if token in after) < 1e-4
+
+
+@pytest.mark.parametrize("engine", ["full", "block", "single"])
+def test_answers_are_those_of_ragkv_itself(served, engine):
+    """By blocks of 32 tokens nearly the same context: greedy answers of `full` and `single` must be equal."""
+    options = {"engine": engine, "top_k": 3, "max_new_tokens": 12}
+    mine, theirs = (rag.query(QUESTIONS[0], **options) for rag in (served.own, served.rag))
+    assert engine == "block" or [t.token_id for t in mine.trace] == [t.token_id for t in theirs.trace]
+    assert theirs.engine == engine
+    assert not theirs.kv.misses
+
+
+@pytest.mark.parametrize(
+    ("decoding", "form"),
+    [
+        ({"regex": "[0-9]{3}x"}, "[0-9]{3}x"),
+        ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
+        ({"schema": json.dumps(SCHEMA)}, None),
+    ],
+    ids=["regex", "grammar", "schema"],
+)
+def test_vllm_holds_answers_to_schemas_regexes_and_grammars(served, decoding, form):
+    answer = served.rag.query(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=200, decoding=decoding)
+    assert answer.finish_reason == "stop"
+    if form is None:
+        assert json.loads(answer.text)["a"] in ("x", "y")
+    else:
+        assert re.fullmatch(form, answer.text)
+
+
+def test_a_model_that_was_not_proved_is_refused_by_name(models, tmp_path):
+    with vllm_server(tmp_path, models("gemma2"), tmp_path, patient=False) as vllm:
+        vllm.process.wait(600)
+        assert "RagKVConnector does not serve sliding windows" in vllm.log.read_text()
