@@ -434,16 +434,15 @@ def _preview(
 ) -> IngestReport:
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.index.create import check_engines, new_config, require_vacant
-    from ragkv.index.index import check_encoders
+    from ragkv.index.index import check_device, check_encoders
     from ragkv.index.ingestion import default_model
     from ragkv.ingest import preview
-    from ragkv.model.checkpoint import pick_devices
     from ragkv.pipeline import RagKV
 
-    pick_devices(device, lambda: 0)
     if (index / CONFIG_FILE).exists() and not _may_be_replaced(index, settings):
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
+            check_device(rag.config, device)
             return rag.ingest(*sources, prune=prune, dry_run=True)
     if not (index / CONFIG_FILE).exists():
         require_vacant(index)
@@ -451,6 +450,7 @@ def _preview(
     if "model" not in chosen:
         chosen["model"] = default_model(sources)
     config = new_config(chosen)
+    check_device(config, device)
     check_encoders(config)
     check_engines(config)
     return preview(None, "", sources, prune=prune, limits=_limits(index))

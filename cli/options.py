@@ -257,7 +257,7 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     if ctx.resilient_parsing:
         return value
     value = UserFile.read(user_file()).table.get("device") if value is None else value
-    if value is not None and value.strip().startswith("cuda"):
+    if value is not None and value.strip().startswith("cuda") and not find_spec("llama_cpp"):  # which has its own
         _require_cuda(value)
     return value
 

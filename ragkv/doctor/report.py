@@ -368,4 +368,4 @@ def _alternatives(config: IndexConfig, reader: ChunkReader) -> list[Spec]:
         if not config.encoding.context:
             over = {} if block.over == "prefixed" else {"over": "prefixed"}
             specs.append(Spec("block", {**over, "context": WINDOW}))
-    return [spec for spec in specs if unsupported_reason(make_engine(spec.name, {}), reader.model) is None]
+    return [spec for spec in specs if unsupported_reason(EngineTrial(spec, config).engine, reader.model) is None]

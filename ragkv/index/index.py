@@ -50,7 +50,7 @@ from ragkv.index.quality import QUALITY, are_reports
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.mini import embedder_path
-from ragkv.model.checkpoint import MINI, MINILM, pick_device, resolve
+from ragkv.model.checkpoint import MINI, MINILM, pick_device, pick_devices, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
     Embedder,
@@ -262,14 +262,29 @@ def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None
     modes = cast("tuple[ScoreKind, ...]", config.vectors)
     return load_embedder(
         config.embedder,
-        device=str(pick_device(device)),
+        device=_encoders_device(config, device),
         modes=None if modes == VECTORS else modes,  # by default all of the embedder's
     )
 
 
 def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
     """Load the cross-encoder of an index; None for an index without one."""
-    return None if config.reranker == NONE else load_reranker(config.reranker, device=str(pick_device(device)))
+    return None if config.reranker == NONE else load_reranker(config.reranker, device=_encoders_device(config, device))
+
+
+def _encoders_device(config: IndexConfig, device: str | None) -> str:
+    """Where embedder and reranker run. Devices of llama.cpp are not torch's: they run on torch's own choice then."""
+    return str(pick_device(None if config.executor == LLAMA_CPP and device != "cpu" else device))
+
+
+def check_device(config: IndexConfig, device: str | None) -> None:
+    """ModelLoadError for a device that the runtime of an index does not have."""
+    if config.executor == LLAMA_CPP:
+        from ragkv.model.llama_cpp import device_of
+
+        device_of(device)
+    else:
+        pick_devices(device, lambda: 0)
 
 
 class Encoders:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import struct
@@ -31,6 +32,8 @@ from ragkv.store import Notify, Store, sync_path
 from ragkv.store.tier import ObjectTier
 from ragkv.util import batches
 from ragkv.util.files import parse_json, refusal
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"RAGKVPACK3\n"
 _HEAD = struct.Struct("<I")
@@ -159,20 +162,21 @@ def unpack(
         )
         save_config(work / "index", config)
         if documents_only:
-            encoded = _encode_again(work / "index", work / "new", device)
+            encoded = _encode_again(work / "index", work / "new", device, other_model=model is not None)
             (work / "new").rename(folder)
             sync_path(folder.parent)
             return replace(pack, encoded=encoded)
         index = open_index(work / "index", device=device, readonly=True)
         try:
-            if (now := index.fingerprint) != pack.fingerprint:
+            if (now := index.cut_by) != pack.fingerprint:
                 raise KVMismatchError(
                     f"{path} was made by another model than {config.model!r} here ({pack.fingerprint[:12]}…, not "
                     f"{now[:12]}…): name that model with --model, or encode the documents again with --documents-only."
                 )
-            index.require_same_model()
             if index.config.embedder != "none":
                 index.encoders.require_same_embedder()
+            if (makers := index.store.maintenance.models()) and index.fingerprint not in makers:
+                logger.warning("%s holds KV of another build of llama.cpp: questions encode their chunks again.", path)
         except RetrievalError as error:
             raise KVMismatchError(f"{error} Or add --documents-only to encode its documents again.") from error
         finally:
@@ -184,10 +188,12 @@ def unpack(
         return pack
 
 
-def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
+def _encode_again(packed: Path, folder: Path, device: str | None, *, other_model: bool) -> int:
     """Make an index at `folder` with the settings, documents and chunks of another one; returns the encoded KVs."""
     config = load_config(packed)
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    if other_model:
+        del settings["executor"]  # what suits the model runs it
     index = create_index(folder, settings, device=device)
     try:
         with Store.open(packed, readonly=True) as store:

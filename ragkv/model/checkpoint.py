@@ -250,7 +250,7 @@ class Checkpoint:
             return f"hub:{self.location}@{revision}"
         folder = Path(self.location)
         if self.file is not None:
-            return digest_files(folder, [folder / self.file])
+            return digest_files(folder / self.file, [folder / self.file])  # whatever its name is
         files = self._weights()
         if not files:
             raise ModelLoadError(f"No weights (*.safetensors) in model folder {folder}.")

@@ -117,7 +117,7 @@ def build() -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
     """What a file is loaded with, as far as it changes numbers or what may go wrong. `device` "cpu" is the processor;
-    every other one takes all layers that fit, of whatever kind the library was built for (CUDA, Metal, Vulkan).
+    "gpu" and "gpu:N" take all layers, on whatever the library was built for (CUDA, Metal, Vulkan).
     """
 
     kv_type: str = "f16"
@@ -133,20 +133,30 @@ class LlamaSettings:
     @property
     def regime(self) -> str:
         """The part of an identity that they make."""
-        return f"llama-cpp:{build()}:{self.kv_type}:{'flash' if self.flash else 'plain'}:{self.device}"
+        return f"llama-cpp:{build()}:{self.kv_type}:{'flash' if self.flash else 'plain'}:{self.device[:3]}"
+
+
+_GPU = re.compile(r"(?:gpu|cuda|metal|mps|rocm|sycl|vulkan)(?::(\d+))?(?:,.*)?")
 
 
 def device_of(name: str | None) -> str:
     """The device that an option means; ModelLoadError if the library was built without devices."""
-    library_has_devices = library().llama_supports_gpu_offload()
-    if name in (None, "auto"):
-        return "gpu" if library_has_devices else "cpu"
-    if name != "cpu" and not library_has_devices:
+    has_devices = library().llama_supports_gpu_offload()
+    name = "auto" if name is None else name.strip().lower()
+    if name in ("auto", "cpu"):
+        return "gpu" if has_devices and name == "auto" else "cpu"
+    match = _GPU.fullmatch(name)
+    if match is None:
+        raise ModelLoadError(
+            f"Device {name!r} is not known to the runtime llama-cpp; give cpu, gpu, cuda, metal or vulkan, or one by "
+            "its number as cuda:1."
+        )
+    if not has_devices:
         raise ModelLoadError(
             f"Device {name!r} is not available: this llama-cpp-python was built for the processor alone; install one "
             "that was built for it, or give --device cpu."
         )
-    return str(name)
+    return f"gpu:{match[1]}" if match[1] and "," not in name else "gpu"
 
 
 class LlamaFile:
@@ -157,6 +167,8 @@ class LlamaFile:
         self.path, self.settings = path, settings
         options = api.llama_model_default_params()
         options.n_gpu_layers = 0 if settings.device == "cpu" else 999
+        if number := settings.device[4:]:
+            options.split_mode, options.main_gpu = api.LLAMA_SPLIT_MODE_NONE, int(number)
         options.use_extra_bufts = False  # packed weights are a copy, and with AMX 0.3.36 crashes on them
         _complaints.clear()
         self.handle = api.llama_model_load_from_file(os.fsencode(path), options)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,10 @@ def test_wrong_options_are_refused_before_torch_is_loaded(index: Path) -> None:
     assert loaded(*([*asked, option, "0"] for option in options)) == refused
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("llama_cpp") is not None,
+    reason="there is a GPU, or llama.cpp may have one",
+)
 def test_a_gpu_that_cannot_be_there_is_refused_before_torch_is_loaded() -> None:
     typed = ("query Who?", "chat", "doctor", "plan .", "serve --port 0")
     asked = [(line, device) for line in typed for device in ("cuda", "cuda:1", "cuda:0,cuda:1")]

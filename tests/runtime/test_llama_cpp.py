@@ -4,6 +4,7 @@ refuses. Runs where llama-cpp-python is installed (`.ci/run`, docs/llama-cpp.md)
 import copy
 import gc
 import json
+import shutil
 
 import pytest
 from asking import forced, request
@@ -12,6 +13,7 @@ from gguffile import quantised, read_weights, write_model
 from ragkv import RagKV
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, RagkvError, UnsupportedModelError
+from ragkv.index.pack import unpack
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel
 from ragkv.runtime import Generation, Runtime
@@ -242,6 +244,51 @@ def test_states_of_another_build_are_misses_and_those_of_another_file_refused(in
             again.query("Who was the last keeper?", engine="block", max_new_tokens=4)
     finally:
         files().write_bytes(content)
+
+
+def test_a_renamed_file_is_the_same_model(index, files, tmp_path):
+    renamed = tmp_path / "sha256-0123"  # as Ollama names them
+    shutil.copy(files(), renamed)
+    folder = index.folder
+    index.close()
+    settings = folder / "ragkv.toml"
+    settings.write_text(settings.read_text().replace(str(files()), str(renamed)))
+    with RagKV.open(folder) as again:
+        assert again.query("Who was the last keeper?", engine="block", max_new_tokens=4).kv.misses == 0
+
+
+def test_a_pack_answers_and_one_of_another_build_is_encoded_again(index, files, tmp_path, monkeypatch, caplog):
+    index.pack(tmp_path / "pack")
+    for build, misses in ((None, 0), ("0123456789abcdef", 4)):
+        if build is not None:
+            monkeypatch.setattr(llama_cpp, "build", lambda build=build: build)
+        unpack(tmp_path / "pack", tmp_path / str(build))
+        assert ("another build of llama.cpp" in caplog.text) == bool(misses)
+        with RagKV.open(tmp_path / str(build)) as there:
+            assert there.query("Who was the last keeper?", engine="block", max_new_tokens=4).kv.misses == misses
+    with pytest.raises(KVMismatchError, match="another model"):
+        unpack(tmp_path / "pack", tmp_path / "other", model=str(files("qwen3")))
+    assert unpack(tmp_path / "pack", tmp_path / "mini", model="mini", documents_only=True).encoded == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [(None, "gpu"), ("cpu", "cpu"), ("cuda", "gpu"), ("metal", "gpu"), ("Vulkan", "gpu"), ("cuda:1", "gpu:1")],
+)
+def test_a_device_is_handed_through(device, expected, files, tmp_path, monkeypatch):
+    """And the embedder, which torch runs, is where torch can."""
+    library, options = llama_cpp.library(), []
+    monkeypatch.setattr(library, "llama_supports_gpu_offload", lambda: True)
+    open_file = library.llama_model_load_from_file
+    monkeypatch.setattr(
+        library, "llama_model_load_from_file", lambda path, given: options.append(given) or open_file(path, given)
+    )
+    with RagKV.create(tmp_path / "index", model=files(), embedder="mini", device=device) as rag:
+        assert rag.model.file.settings.device == expected
+        assert f":{expected[:3]}" in rag.model.file.settings.regime
+    [given] = options
+    assert (given.n_gpu_layers > 0) == (expected != "cpu")
+    assert (given.split_mode, given.main_gpu) == ((0, 1) if expected == "gpu:1" else (1, 0))
 
 
 def test_a_damaged_state_is_encoded_anew_and_never_read(index):
