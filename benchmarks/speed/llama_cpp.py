@@ -7,30 +7,38 @@ llama.cpp restores the state of prefix and chunks from a file (`llama_state_seq_
 is measured with flash attention and without, and the faster one counts, for each figure on its own. Ours is what
 `ragkv bench ttft` measures: `block` from a warm store, checksums and decoding included; with the default codec and with
 `q8` (8 bits, also in memory). Time is the processor time of one thread on both sides, rounds interleaved.
+
+The runtime llama-cpp is measured beside llama.cpp itself with one file: `block` from a warm store as above, and a state
+file that llama.cpp wrote. The values of KV do not affect time, so chunks of one length have the same KV, llama.cpp's
+state is that of one piece, repeated at later positions, and its prefill is measured over that piece.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
+import typer
 
 from ragkv.benchmarks.speed.inference import (
     CHUNK_TOKENS,
+    PREFIX_TOKENS,
     QUESTION_TOKENS,
     STEPS,
     fill,
     one_thread,
+    random_ids,
     random_llama,
     random_prompt,
     stream,
@@ -52,21 +60,53 @@ from ragkv.benchmarks.speed.report import (
     versions,
 )
 from ragkv.cli.options import given_numbers
-from ragkv.errors import MissingExtraError, RagkvError, install_hint
+from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
+from ragkv.model.checkpoint import Checkpoint, resolve
 from ragkv.model.language_model import LanguageModel, in_float32
-from ragkv.runtime import Stream
+from ragkv.runtime import Stream, llama_cpp_executor
 from ragkv.store import Q8, Half, Store
 from ragkv.types import Encoding
 
 AGREED = 0.9999
 """The least accepted correlation of llama.cpp's logits, with float16 weights, with ours in float32."""
-ANSWER = 256
-"""Length of an answer, in tokens, that the crossover is compared with."""
+PIECE_TOKENS = 2048
+"""The most tokens that llama.cpp prefills beside the runtime llama-cpp."""
+MOST_BYTES = 600_000_000
+"""The memory that the runtime llama-cpp may take besides the file and the KV."""
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "1.1B": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 65536,
+    },
+    "3B": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": True,
+    },
+}
+"""The fields of `LlamaConfig` for the shapes of TinyLlama and Llama 3.2."""
 
 
 def measure_llama_cpp(
     tokens: Lengths = "2048,8192",
     rounds: Rounds = 3,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A GGUF file, or the size of a random Llama in Q4_K_M (1.1B or 3B), for the runtime llama-cpp alone.",
+            show_default="a random Llama of 100M parameters, for both runtimes",
+        ),
+    ] = None,
     dtype: AutoDtype = "auto",
     quick: Quick = False,
     on_step: OnStep = unseen,
@@ -80,44 +120,107 @@ def measure_llama_cpp(
     if find_spec("gguf") is None:
         raise MissingExtraError(f"ragkv bench llama-cpp writes GGUF files; {install_hint('gguf')}.")
     lengths = [2048] if quick else given_numbers("--tokens", tokens)
-    lm = random_llama(dtype, "cpu")
-    on_step(f"{described(lm)}, chunks of {CHUNK_TOKENS} tokens")
+    rounds = 1 if quick else rounds
     rows: list[BenchRow] = []
     with one_thread(), tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
-        files = {weights: Path(folder) / f"{weights}.gguf" for weights in ("f16", "q8_0")}
-        # int8 weights cannot be written; use the weights that they were rounded from
-        exact = random_llama("float32", "cpu") if lm.int8 else lm
-        for weights, file in files.items():
-            write_gguf(file, exact, weights)
-        on_step(f"llama.cpp's logits correlate with ours by {_agreement(exact, files['f16']):.6f} at least")
-        del exact
+        if model is None:
+            lm = random_llama(dtype, "cpu")
+            on_step(f"{described(lm)}, chunks of {CHUNK_TOKENS} tokens")
+            files = {weights: Path(folder) / f"{weights}.gguf" for weights in ("f16", "q8_0")}
+            # int8 weights cannot be written; use the weights that they were rounded from
+            exact = random_llama("float32", "cpu") if lm.int8 else lm
+            for weights, path in files.items():
+                write_gguf(path, exact.config, exact.module.state_dict(), weights)
+            on_step(f"llama.cpp's logits correlate with ours by {_agreement(exact, files['f16']):.6f} at least")
+            del exact
+            for length in lengths:
+                on_step(f"{length} tokens of context …")
+                rows += _measure_length(lm, files, length, rounds, Path(folder))
+            file = quantised(files["f16"], "Q4_K_M", Path(folder) / "q4_k_m.gguf")
+        elif model in SHAPES:
+            on_step(f"{model} parameters are written and quantised …")
+            file = random_file(SHAPES[model], Path(folder))
+        else:
+            checkpoint = resolve(model)
+            if checkpoint.file is None:
+                raise UsageError(f"--model {model} is no GGUF file and none of {', '.join(SHAPES)}; give one of these.")
+            file = Path(checkpoint.location, checkpoint.file)
         for length in lengths:
-            on_step(f"{length} tokens of context …")
-            rows += _measure_length(lm, files, length, 1 if quick else rounds, Path(folder))
+            on_step(f"the runtime llama-cpp, {length} tokens of context …")
+            rows += _measure_runtime(file, length, rounds, Path(folder))
         used, named = versions("lmdb", "llama-cpp-python"), machine("cpu")
     return Report(bench="llama-cpp", machine=named, versions=used, rows=tuple(rows))
 
 
-def write_gguf(path: Path, lm: LanguageModel, weights: str) -> None:
-    """Write a Llama without a vocabulary; `weights` is the type of its matrices: f16 or q8_0."""
+def write_gguf(path: Path, config: Any, weights: Mapping[str, torch.Tensor], of: str) -> None:
+    """Write a Llama with a vocabulary of placeholders; `of` is the type of its matrices: f16 or q8_0.
+
+    Weights on the device "meta" are drawn at random, one at a time.
+    """
     import gguf
 
-    config, kind = lm.config, gguf.GGMLQuantizationType[weights.upper()]
+    kind = gguf.GGMLQuantizationType[of.upper()]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     file = gguf.GGUFWriter(path, "llama")
     add_sizes(file, config)
-    file.add_tokenizer_model("no_vocab")
-    for name, weight in lm.module.state_dict().items():
-        numbers = weight.float().numpy()
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre("gpt-2")
+    file.add_token_list([*(f"[unused{i}]" for i in range(config.vocab_size - 1)), "qz"])
+    file.add_token_merges(["q z"])  # the format requires one
+    if config.tie_word_embeddings:
+        weights = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+    for name, weight in weights.items():
+        size = weight.numel()
+        if weight.ndim == 2:
+            block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+            size, as_kind = size // block * nbytes, kind
+        else:
+            size, as_kind = 4 * size, gguf.GGMLQuantizationType.F32
+        to = names.get_name(name, try_suffixes=(".weight",))
+        file.add_tensor_info(to, tuple(weight.shape), np.dtype(np.float32), size, as_kind)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_ti_data_to_file()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if weight.is_meta:
+            weight = torch.ones(weight.shape) if weight.ndim == 1 else torch.empty(weight.shape, dtype=torch.float16)
+            if weight.ndim == 2:
+                weight.normal_(0, 0.02, generator=generator)
+        numbers = weight.numpy() if weight.dtype == torch.float16 else weight.float().numpy()
         if count := heads.get(name.split(".")[-2]):
             numbers = neighbours(numbers, count)
-        to = names.get_name(name, try_suffixes=(".weight",))
         if numbers.ndim == 2:
-            file.add_tensor(to, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
-        else:
-            file.add_tensor(to, numbers)
-    finish(file)
+            numbers = gguf.quants.quantize(numbers, kind)
+        file.write_tensor_data(numbers)
+    file.close()
+
+
+def random_file(shape: Mapping[str, Any], folder: Path) -> Path:
+    """A random Llama of this shape in Q4_K_M."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**shape)
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).state_dict()
+    write_gguf(folder / "f16.gguf", config, weights, "f16")
+    file = quantised(folder / "f16.gguf", "Q4_K_M", folder / "q4_k_m.gguf")
+    (folder / "f16.gguf").unlink()
+    return file
+
+
+def quantised(path: Path, kind: str, to: Path) -> Path:
+    """A file of llama.cpp's own quantisation, as `Q4_K_M`."""
+    import llama_cpp as api
+
+    _silence(api)
+    options = api.llama_model_quantize_default_params()
+    options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    options.nthread = os.cpu_count() or 1
+    if api.llama_model_quantize(os.fsencode(path), os.fsencode(to), ctypes.byref(options)):
+        raise RagkvError(f"llama.cpp could not write {path} as {kind}; is there enough space?")
+    return to
 
 
 def neighbours(numbers: Any, heads: int) -> Any:
@@ -140,19 +243,11 @@ def add_sizes(file: Any, config: Any) -> None:
     file.add_vocab_size(config.vocab_size)
 
 
-def finish(file: Any) -> None:
-    """Write a GGUF file with everything that was added to it, and close it."""
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
-
-
 class LlamaCpp:
     """One sequence in a context of llama.cpp with room for `cells` tokens, on one thread. It lives as long as the
     process."""
 
-    def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16") -> None:
+    def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16", sequences: int = 1) -> None:
         import llama_cpp as api
 
         self._api = api
@@ -163,6 +258,7 @@ class LlamaCpp:
         settings = api.llama_context_default_params()
         settings.n_ctx = cells
         settings.n_threads = settings.n_threads_batch = 1
+        settings.n_seq_max, settings.kv_unified = sequences, sequences > 1
         settings.flash_attn_type = int(flash)
         settings.type_k = settings.type_v = getattr(api, f"GGML_TYPE_{kv.upper()}")
         self._context = api.llama_init_from_model(self._model, settings)
@@ -190,6 +286,15 @@ class LlamaCpp:
         none, count = (self._api.llama_token * 1)(), ctypes.c_size_t()
         if not self._api.llama_state_seq_load_file(self._context, os.fsencode(file), 0, none, 1, ctypes.byref(count)):
             raise RagkvError(f"llama.cpp could not restore the state in {file}.")
+
+    def repeat(self, file: Path, at: Sequence[int]) -> None:
+        """Let sequence 0 have the state in `file`, of sequence 0 from position 0, at these later positions too."""
+        memory, none, count = self._api.llama_get_memory(self._context), (ctypes.c_int32 * 1)(), ctypes.c_size_t()
+        for start in at:
+            self._api.llama_state_seq_load_file(self._context, os.fsencode(file), 1, none, 1, ctypes.byref(count))
+            self._api.llama_memory_seq_add(memory, 1, -1, -1, start)
+            self._api.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+            self._api.llama_memory_seq_rm(memory, 1, -1, -1)
 
     def close(self) -> None:
         self._api.llama_free(self._context)
@@ -224,21 +329,6 @@ def _agreement(lm: LanguageModel, file: Path) -> float:
             "measured; try another version of llama-cpp-python."
         )
     return lowest
-
-
-def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float, float]) -> int | None:
-    """The number of the token that another runtime delivers earlier than this one; None if it never does.
-
-    Both are given as the seconds of the first token, of the second one, and of each later one.
-    """
-    ahead = others[0] - ours[0]
-    if ahead < 0:
-        return 1
-    ahead += others[1] - ours[1]
-    if ahead < 0:
-        return 2
-    behind = ours[2] - others[2]
-    return 3 + math.floor(ahead / behind) if behind > 0 else None
 
 
 def _measure_length(
@@ -314,7 +404,7 @@ def _measure_length(
     def row(what: str, value: float, unit: str, baseline: str, other: float) -> BenchRow:
         return BenchRow.of(f"{what}, {length} tokens", value, unit, f"llama.cpp {baseline}", other, digits=2)
 
-    rows = [
+    return [
         row("first token", median["first half"], "ms", "f16, state from a file", best["state"]),
         row("first token, q8", median["first q8"], "ms", "f16, state from a file", best["state"]),
         row("first token", median["first half"], "ms", "f16, prefill", best["prefill"]),
@@ -324,11 +414,84 @@ def _measure_length(
         row("KV of a token", stored["half"], "bytes", "f16, state in a file", sizes["f16"]),
         row("KV of a token, q8", stored["q8"], "bytes", "q8_0, state in a file", sizes[eight]),
     ]
-    ours_ms = median["first half"], median["second half"], median["step half"]
-    if (overtaken := overtaken_after(ours_ms, (best["prefill"], best["f16"], best["f16"]))) is not None:
-        name = f"answer until a cold llama.cpp is ahead, {length} tokens"
-        rows.append(BenchRow.of(name, overtaken, "tokens", "an answer", ANSWER, overtaken / ANSWER, digits=0))
-    return rows
+
+
+@contextmanager
+def _runtime(file: Path, length: int) -> Iterator[tuple[Callable[[], Stream], float]]:
+    """A function that begins an answer by the runtime llama-cpp from a store, and the bytes of a stored token."""
+    checkpoint = Checkpoint(name=file.name, location=str(file.parent), local=True, file=file.name)
+    lm = cast("LanguageModel", llama_cpp_executor.load(checkpoint, dtype="auto", device="cpu", codec="half"))
+    prefix, chunks, question = random_prompt(lm, length)
+    lm.require_positions(len(prefix) + length + len(question) + STEPS)
+    with tempfile.TemporaryDirectory() as folder, Store.create(folder, codec=Half()) as store:
+        identities = fill(store, lm, prefix, chunks, [Encoding.STANDALONE], alike=True)
+        get = partial(store.get_many, shape=lm.kv_shape)
+        yield lambda: stream(lm, get, "block", identities, question), store.kv_bytes / (len(prefix) + length)
+
+
+def _peak_bytes(file: Path, length: int) -> int:
+    """The most memory of a process that answers by the runtime llama-cpp."""
+    command = [sys.executable, "-m", __name__, str(file), str(length)]
+    return 1024 * int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def _measure_runtime(file: Path, length: int, rounds: int, folder: Path) -> list[BenchRow]:
+    """The runtime llama-cpp beside llama.cpp itself, with one file."""
+    before, piece = PREFIX_TOKENS + length, min(length, PIECE_TOKENS) // 2 * 2
+    cells = before + QUESTION_TOKENS + (rounds + 2) * (STEPS + 1) + 256
+    states = {flash: folder / f"whole-{flash}.state" for flash in (False, True)}
+    with _runtime(file, length) as (begin, stored):
+        peak = _peak_bytes(file, length)
+        ids = random_ids(1000, torch.Generator().manual_seed(length), before + QUESTION_TOKENS)
+        question = ids[before:]
+        prefill: dict[bool, float] = {}
+        for flash, state in states.items():
+            maker = LlamaCpp(file, cells, flash=flash, sequences=2)
+            prefill[flash] = seconds_of(partial(maker.read, ids[:piece]), processor=True)
+            maker.save(state)
+            maker.repeat(state, range(piece, before - piece + 1, piece))
+            maker.read(ids[before // piece * piece : before])
+            maker.save(state)
+            maker.close()
+        there = {flash: LlamaCpp(file, cells, flash=flash) for flash in states}
+        streams: list[Stream] = []
+
+        def first() -> None:
+            streams.clear()  # its memory is reused, as llama.cpp's is
+            streams.append(begin())
+            streams[0].best()
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                streams[0].advance(streams[0].best())
+                streams[0].best()
+
+        def read(context: LlamaCpp) -> None:
+            for _ in range(STEPS):
+                context.read(question[:1])
+
+        works: dict[str, Callable[[], object]] = {"first": first, "steps": steps}
+        for flash, context in there.items():
+            works[f"state {flash}"] = partial(_answer, context, partial(context.load, states[flash]), question)
+            works[f"steps {flash}"] = partial(read, context)
+        times = {name: 1000 * seconds for name, seconds in alternating(works, rounds, processor=True).items()}
+        for context in there.values():
+            context.close()
+    whole, step = (min(times[f"{name} {flash}"] for flash in states) for name in ("state", "steps"))
+    kv = states[False].stat().st_size
+    most = file.stat().st_size + kv + MOST_BYTES
+
+    def row(what: str, value: float, unit: str, baseline: str, other: float) -> BenchRow:
+        return BenchRow.of(f"llama-cpp, {what}, {length} tokens", value, unit, baseline, other, digits=2)
+
+    prefilled = f"llama.cpp, prefill of {piece} tokens" + f", {before / piece:.2g} times" * (before >= 2 * piece)
+    return [
+        row("first token", times["first"], "ms", "llama.cpp, state from a file", whole),
+        row("first token", times["first"], "ms", prefilled, 1000 * min(prefill.values()) * before / piece),
+        row("token", times["steps"] / STEPS, "ms", "llama.cpp", step / STEPS),
+        row("KV of a token", stored, "bytes", "llama.cpp, state in a file", kv / before),
+        row("resident memory", peak / 1e6, "MB", "file, KV and 600 MB", most / 1e6),
+    ]
 
 
 def _answer(there: LlamaCpp, restore: Callable[[], None] | None, ids: Sequence[int]) -> int:
@@ -337,3 +500,18 @@ def _answer(there: LlamaCpp, restore: Callable[[], None] | None, ids: Sequence[i
     if restore is not None:
         restore()
     return int(there.read(ids).argmax())
+
+
+def _print_peak(file: str, length: str) -> None:
+    """Answer once in this process, and print the most memory that it had, in KiB."""
+    import resource
+
+    with one_thread(), _runtime(Path(file), int(length)) as (begin, _):
+        answer = begin()
+        for _ in range(STEPS):
+            answer.advance(answer.best())
+        sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+
+
+if __name__ == "__main__":
+    _print_peak(*sys.argv[1:])

@@ -26,10 +26,11 @@ import peft
 import pytest
 import torch
 from asking import run
+from gguffile import finish
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish
+from ragkv.benchmarks.speed.llama_cpp import add_sizes
 from ragkv.config import IndexConfig
 from ragkv.doctor.health import models_present
 from ragkv.errors import MissingExtraError, ModelLoadError

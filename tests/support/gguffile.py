@@ -1,12 +1,11 @@
 """GGUF files of models: written as llama.cpp's own converter does, quantised by llama.cpp, and read back."""
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish, neighbours
+from ragkv.benchmarks.speed.llama_cpp import add_sizes, neighbours
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -42,6 +41,14 @@ def write_model(path: Path, model) -> Path:
     return path
 
 
+def finish(file) -> None:
+    """Write a file (`gguf.GGUFWriter`) with everything that was added to it, and close it."""
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
 def tensors_of(model, weights) -> dict:
     """llama.cpp's names and forms of a model's weights."""
     import gguf
@@ -60,22 +67,11 @@ def tensors_of(model, weights) -> dict:
             numbers = neighbours(numbers, count)
         if family == "gemma3" and name.endswith("norm.weight"):
             numbers = numbers + 1
-        if family == "gemma3" and ".q_norm." in name:  # llama.cpp scales by the width of a head
-            numbers = numbers * (config.head_dim / config.query_pre_attn_scalar) ** 0.5
+        if family == "gemma3" and ".q_norm." in name:
+            numbers = numbers * _query_scale(config)
         module, _, part = name.rpartition(".")
         tensors[f"{names.get_name(module)}.{part}"] = numbers
     return tensors
-
-
-def quantised(path: Path, kind: str, to: Path) -> Path:
-    """A file of llama.cpp's own quantisation, as `Q4_K_M`."""
-    import llama_cpp
-
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    options.nthread = 1
-    assert llama_cpp.llama_model_quantize(str(path).encode(), str(to).encode(), ctypes.byref(options)) == 0
-    return to
 
 
 @torch.no_grad()
@@ -97,8 +93,13 @@ def read_weights(path: Path, model) -> None:
             rows, width = numbers.shape
             numbers = numbers.reshape(count, rows // count // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
         if config.model_type.startswith("gemma3") and key.endswith("norm.weight"):
-            numbers = numbers - 1
+            numbers = numbers / (_query_scale(config) if ".q_norm." in key else 1) - 1
         weights[key].copy_(torch.from_numpy(numbers.copy()))
+
+
+def _query_scale(config) -> float:
+    """llama.cpp scales Gemma's queries by the width of a head, and transformers by a number of its own."""
+    return (config.head_dim / config.query_pre_attn_scalar) ** 0.5
 
 
 def _write_vocabulary(file, tokenizer, size: int) -> None:

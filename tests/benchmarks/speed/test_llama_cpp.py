@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ragkv.benchmarks.speed import llama_cpp, report
 from ragkv.benchmarks.speed.inference import SHAPE, random_llama
 from ragkv.cli.main import app
-from ragkv.errors import MissingExtraError, RagkvError
+from ragkv.errors import MissingExtraError, RagkvError, UsageError
 
 
 @functools.cache
@@ -70,6 +70,8 @@ def standin(monkeypatch):
     monkeypatch.setattr(llama_cpp, "find_spec", lambda name: name)
     monkeypatch.setattr(llama_cpp, "versions", lambda *_: {})
     monkeypatch.setattr(llama_cpp, "LlamaCpp", StandIn)
+    monkeypatch.setattr(llama_cpp, "quantised", lambda path, *_: path)
+    monkeypatch.setattr(llama_cpp, "_measure_runtime", lambda *_: [])
 
 
 def rows_of(*arguments: str):
@@ -104,7 +106,39 @@ def test_every_figure_stands_beside_llama_cpp(dtype):
 @pytest.mark.usefixtures("model")
 def test_the_same_with_llama_cpp_itself():
     pytest.importorskip("llama_cpp")
-    check(rows_of())
+    rows = rows_of()
+    check(rows)
+    assert [(row["name"], row["baseline"]) for row in rows[10:]] == [
+        ("llama-cpp, first token, 90 tokens", "llama.cpp, state from a file"),
+        ("llama-cpp, first token, 90 tokens", "llama.cpp, prefill of 90 tokens"),
+        ("llama-cpp, token, 90 tokens", "llama.cpp"),
+        ("llama-cpp, KV of a token, 90 tokens", "llama.cpp, state in a file"),
+        ("llama-cpp, resident memory, 90 tokens", "file, KV and 600 MB"),
+    ]
+    assert all(fits(row, digits=2) for row in rows[10:])
+    kv, memory = rows[13:]
+    assert kv["ratio"] == pytest.approx(1, abs=0.2)  # of so few tokens, the states' heads count
+    assert 2e6 < memory["value"] * 1e6 < 2e9
+
+
+def test_a_random_file_is_read_as_transformers_reads_it(tmp_path):
+    pytest.importorskip("llama_cpp")
+    shape = {**SHAPE, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    file = llama_cpp.random_file({**shape, "tie_word_embeddings": True}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    ids = list(range(40, 72))
+    with torch.inference_mode():
+        theirs = weights_of(file)(input_ids=torch.tensor([ids]), logits_to_keep=1).logits[0, -1].numpy()
+    there = llama_cpp.LlamaCpp(file, 512, flash=False)
+    assert np.corrcoef(there.read(ids), theirs)[0, 1] > 0.999
+    there.close()
+
+
+def test_a_model_that_is_no_file_is_refused():
+    pytest.importorskip("llama_cpp")
+    refused = CliRunner().invoke(app, ["bench", "llama-cpp", "--model", "mini"])
+    assert isinstance(refused.exception, UsageError)
+    assert "no GGUF file and none of 1.1B, 3B" in str(refused.exception)
 
 
 def test_other_logits_are_refused(model, standin, monkeypatch):
