@@ -70,12 +70,14 @@ def test_a_signal_ends_it_with_0(folder, number):
 FEW_FILES = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+from ragkv.server.settings import ServerLimits
+ServerLimits.__init__.__kwdefaults__["head_seconds"] = 2.0
 from ragkv.cli.main import main; main()
 """
 
 
 def test_connections_without_end_leave_the_log_short_and_the_server_alive(folder):
-    """They are closed after 15 seconds without a request."""
+    """They are closed after a while without a request."""
     server = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder, program=FEW_FILES)
     try:
         root = server.line().split()[-1].removesuffix("/v1")
