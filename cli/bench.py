@@ -28,6 +28,7 @@ _MEASURED_IN = {
     "ttft": "inference",
     "decode": "inference",
     "llama-cpp": "llama_cpp",
+    "vllm": "vllm",
     "batch": "batch",
     "ingest": "batch",
     "store": "storage",

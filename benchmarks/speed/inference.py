@@ -167,9 +167,11 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
     ]
 
 
-def random_prompt(lm: LanguageModel, length: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
+def random_prompt(
+    lm: LanguageModel, length: int, seed: int = 0
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     """The ids of a prefix, of chunks with `length` tokens in all, and of a question."""
-    ids = partial(random_ids, lm.config.vocab_size, torch.Generator().manual_seed(length))
+    ids = partial(random_ids, lm.config.vocab_size, torch.Generator().manual_seed(length + (seed << 32)))
     prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
     return prefix, [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)], question
 
@@ -207,13 +209,14 @@ def fill(
     encodings: Sequence[Encoding] = (Encoding.STANDALONE, Encoding.PREFIXED),
     *,
     alike: bool = False,
+    model: str = "bench",
 ) -> dict[Encoding, list[KVIdentity]]:
     """Encode the chunks in these encodings and store them. Each list begins with the prefix's identity.
 
     `alike`: one chunk of each length is encoded, and the others get its KV.
     """
     [prefix_kv] = lm.encode([prefix])
-    head = KVIdentity(model="bench", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
+    head = KVIdentity(model=model, encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
     store.stage_kv([(head, prefix_kv)])
     identities_of = {}
     for encoding in encodings:
@@ -223,7 +226,7 @@ def fill(
         if alike:
             kvs = [next(kv for kv in kvs if kv.tokens == len(chunk)) for chunk in chunks]
         identities = [
-            KVIdentity(model="bench", encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
+            KVIdentity(model=model, encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
         ]
         store.stage_kv(zip(identities, kvs, strict=True))
         identities_of[encoding] = [head, *identities]

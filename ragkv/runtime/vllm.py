@@ -29,6 +29,7 @@ from ragkv.runtime.runtime import Runtime
 from ragkv.runtime.scheduler import Ticket
 from ragkv.runtime.step import Job
 from ragkv.types import Encoding
+from ragkv.util.constraints import JSON_LAYOUT
 
 if TYPE_CHECKING:
     import urllib3
@@ -331,10 +332,11 @@ class VLLMRuntime(Runtime):
         }
         body |= {name: value for name, value in named.items() if value is not None}
         if constrained:
-            held = {"json": decoding.schema and json.loads(decoding.schema), "regex": decoding.regex}
-            held["grammar"] = decoding.grammar
+            schema = decoding.schema and json.loads(decoding.schema)
+            if schema:  # vLLM's backend "guidance" then writes JSON as ragkv does
+                schema = {**schema, "x-guidance": {**JSON_LAYOUT, **schema.get("x-guidance", {})}}
+            held = {"json": schema, "regex": decoding.regex, "grammar": decoding.grammar}
             body["structured_outputs"] = {name: value for name, value in held.items() if value is not None}
-            body["structured_outputs"]["disable_any_whitespace"] = True  # which a small model would write for ever
         return body
 
     def _reads(self, engine: Engine, request: Request) -> ChunkReads:

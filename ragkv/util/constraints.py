@@ -26,7 +26,7 @@ MAX_COMPILE_SECONDS = 4
 """Of processor time, so a busy machine refuses nothing."""
 _STACK_BYTES = 2 << 20
 """A quarter of what threads have here."""
-_JSON_LAYOUT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_LAYOUT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as `json.dumps` writes it: a model that may write any white space may never stop."""
 _PROGRAM = "from ragkv.util.constraints import compile_requests; compile_requests()"
 _MAX_IDLE = 2
@@ -213,7 +213,7 @@ def _compile(kind: str, text: str) -> bytes:
     grammar = ""
     try:
         if kind == "schema":
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_LAYOUT)  # type: ignore[arg-type]
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_LAYOUT)  # type: ignore[arg-type]
         else:
             grammar = LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
         limits = matcher_limits()

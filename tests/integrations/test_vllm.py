@@ -19,6 +19,7 @@ from ragkv.errors import RagkvError, UnsupportedModelError, UsageError
 from ragkv.runtime.vllm import PARAMS, ChunkReads, salt_of
 from ragkv.store import KVIdentity
 from ragkv.types import Encoding
+from ragkv.util.constraints import JSON_LAYOUT
 
 BLOCK = 16
 QUESTION = "Who founded Halden Works?"
@@ -470,7 +471,7 @@ def test_a_chunk_that_is_not_stored_is_stored_before_vllm_is_asked(tmp_path, mod
 @pytest.mark.parametrize(
     ("decoding", "sent"),
     [
-        ({"schema": '{"type": "integer"}'}, {"json": {"type": "integer"}}),
+        ({"schema": '{"type": "integer"}'}, {"json": {"type": "integer", "x-guidance": JSON_LAYOUT}}),
         ({"regex": "[ab]+"}, {"regex": "[ab]+"}),
         ({"grammar": 'start: "ab"'}, {"grammar": 'start: "ab"'}),
     ],

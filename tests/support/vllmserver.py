@@ -1,16 +1,10 @@
 """A real vLLM server with `RagKVConnector`, in the environment that `make vllm` builds, and models for it."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import ragkv
 from ragkv import RagKV
+from ragkv.benchmarks.speed import vllm as server
 from ragkv.model.checkpoint import resolve
 
 PYTHON = Path(sys.prefix) / "vllm" / "bin" / "python"
@@ -118,44 +113,10 @@ class VLLM:
 
 
 @contextmanager
-def vllm_server(folder, model, index, *options, patient=True):
-    """vLLM serving a model, with the connector over an index; not `patient`: do not wait until it answers."""
+def vllm_server(folder, model, index, *options):
+    """vLLM serving a model in float32, with the connector over an index."""
     require_vllm()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    transfer = {
-        "kv_connector": "RagKVConnector",
-        "kv_connector_module_path": "ragkv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"index": str(index)},
-    }
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--block-size", str(BLOCK)]
-    command += ["--max-model-len", "2048", "--enable-prompt-tokens-details", "--max-logprobs", "20"]
-    command += ["--kv-transfer-config", json.dumps(transfer), *options]
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    log = Path(folder) / f"vllm-{port}.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **own}, stdout=stream, stderr=stream, start_new_session=True
-        )
-    server = VLLM(f"http://127.0.0.1:{port}", log, process)
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while patient:
-            with suppress(OSError):
-                server.ask("/health")
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"vLLM did not start: {log.read_text(errors='replace')[-4000:]}")
-            time.sleep(0.5)
-        yield server
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(PATIENCE)
+    options = ("--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "2048", *options)
+    options += ("--enable-prompt-tokens-details", "--max-logprobs", "20")
+    with server.vllm_server(Path(folder), model, index, *options, python=str(PYTHON)) as (url, process):
+        yield VLLM(url, Path(folder) / "vllm.log", process)

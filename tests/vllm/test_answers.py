@@ -2,14 +2,16 @@
 
 import json
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from vllmserver import BLOCK, vllm_server
+from vllmserver import BLOCK, PYTHON, vllm_server
 
 from ragkv.decoding import Decoding
 from ragkv.engines import make_engine
+from ragkv.errors import RagkvError
 from ragkv.runtime import Generation
 
 FAMILIES = {"llama": "prefixed", "qwen3": "standalone", "stablelm": "prefixed", "smollm2": "prefixed"}
@@ -32,11 +34,11 @@ SCHEMA = {
 GUIDANCE = ("--structured-outputs-config.backend", "guidance")
 
 
-@pytest.fixture(scope="module", params=FAMILIES.items(), ids=lambda each: each[0])
+@pytest.fixture(scope="module", params=FAMILIES.items(), ids=lambda family: family[0])
 def served(request, serving):
     family, over = request.param
-    with serving(family, *GUIDANCE, over=over) as each:
-        yield each
+    with serving(family, *GUIDANCE, over=over) as setup:
+        yield setup
 
 
 def request_of(rag, number):
@@ -154,6 +156,14 @@ def test_vllm_holds_answers_to_schemas_regexes_and_grammars(served, decoding, fo
 
 
 def test_a_model_that_was_not_proved_is_refused_by_name(models, tmp_path):
-    with vllm_server(tmp_path, models("gemma2"), tmp_path, patient=False) as vllm:
-        vllm.process.wait(600)
-        assert "RagKVConnector does not serve sliding windows" in vllm.log.read_text()
+    with pytest.raises(RagkvError, match="vLLM did not start"), vllm_server(tmp_path, models("gemma2"), tmp_path):
+        pass
+    assert "RagKVConnector does not serve sliding windows" in (tmp_path / "vllm.log").read_text()
+
+
+def test_the_benchmark_shows_every_figure_beside_vllms_own(models):
+    command = [PYTHON, "-m", "ragkv", "bench", "vllm", "--quick", "--json", "--dtype", "float32", "--model"]
+    run = subprocess.run([*command, models("llama")], stdout=subprocess.PIPE, check=True)
+    rows = json.loads(run.stdout)["rows"]
+    assert [row["baseline"] for row in rows] == ["vLLM's prefill"] * 2 + ["vLLM's prefix cache"] * 2
+    assert all(row["value"] > 0 < row["baseline_value"] for row in rows)

@@ -71,7 +71,7 @@ def test_both_sides_continue_with_the_same_tokens():
 
 
 def test_every_benchmark_has_its_options_and_an_option_needs_its_value():
-    for name in ("ttft", "decode", "llama-cpp", "batch", "ingest", "store"):
+    for name in ("ttft", "decode", "llama-cpp", "vllm", "batch", "ingest", "store"):
         shown = CliRunner().invoke(app, ["bench", name, "--help"])
         assert (shown.exit_code, "--quick" in shown.output) == (0, True)
     run = CliRunner().invoke(app, ["bench", "decode", "--tokens", "--json"])
