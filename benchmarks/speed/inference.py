@@ -167,11 +167,9 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
     ]
 
 
-def random_prompt(
-    lm: LanguageModel, length: int, seed: int = 0
-) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
+def random_prompt(lm: LanguageModel, length: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     """The ids of a prefix, of chunks with `length` tokens in all, and of a question."""
-    ids = partial(random_ids, lm.config.vocab_size, torch.Generator().manual_seed(length + (seed << 32)))
+    ids = partial(random_ids, lm.config.vocab_size, torch.Generator().manual_seed(length))
     prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
     return prefix, [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)], question
 
@@ -361,7 +359,7 @@ def random_request(
     prefix: int = PREFIX_TOKENS,
 ) -> Request:
     """A question over `length` tokens in chunks of random KV, stored as in an index's memory."""
-    generator = torch.Generator(lm.device).manual_seed(length + (seed << 32))
+    generator = torch.Generator(lm.device).manual_seed(length)
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
     token = 2 * lm.layers * shape[0] * shape[1] * lm.dtype.itemsize
     pages = PagePool(lm.place, token * (length + prefix + PAGE * (2 + length // chunk)))

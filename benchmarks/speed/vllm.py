@@ -1,7 +1,7 @@
 """How soon does vLLM answer from stored chunks, beside its own prefill and its own prefix cache?
 
-A vLLM server with `RagKVConnector` is started for this. Each question has its own prompt of a prefix, chunks and the
-question's tokens. It is answered by `block` from the store, by `full` with an empty prefix cache, and by `full` once
+A vLLM server with `RagKVConnector` is started for this. Each question has half of the stored chunks, in an order
+of its own. It is answered by `block` from the store, by `full` with an empty prefix cache, and by `full` once
 more, when vLLM's prefix cache has all of the prompt: no prompt with other chunks, or in another order, is served so
 well. All go the way of a user's question from ragkv over HTTP to vLLM; search is not included.
 """
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import torch
@@ -88,11 +89,13 @@ def measure_vllm(
             dtype, path = rag.model.precision, rag.model.checkpoint.location
             on_step(f"{rag.config.model}, {dtype}: storing the chunks of {questions} questions …")
             for length in lengths:
+                prefix, chunks, question = random_prompt(rag.model, 2 * length)
+                fill(rag.store, rag.model, prefix, chunks, [encoding], model=rag.index.fingerprint)
+                context = [ContextChunk(token_ids=ids, score=0.5) for ids in chunks]
                 for seed in range(questions):
-                    prefix, chunks, question = random_prompt(rag.model, length, seed)
-                    fill(rag.store, rag.model, prefix, chunks, [encoding], model=rag.index.fingerprint)
-                    context = tuple(ContextChunk(token_ids=ids, score=0.5) for ids in chunks)
-                    prompts.append(Request(prefix_ids=prefix, chunks=context, suffix_ids=question))
+                    chosen = Random(seed).sample(context, len(context) // 2)
+                    suffix = (3 + seed, *question[1:])
+                    prompts.append(Request(prefix_ids=prefix, chunks=tuple(chosen), suffix_ids=suffix))
         on_step("vLLM starts …")
         reach = str(max(lengths) + 256)
         with (
