@@ -487,14 +487,7 @@ class Chat:
         conversation = rag.conversation(**self._conversation)
         for asked, answer in self._turns:
             conversation.add(asked, answer)
-        return rag.stream(
-            conversation.prompt_text(question),
-            engine=self.engine,
-            search_for=conversation.search_text(question),
-            rewrite=conversation.rewrite_text(question),
-            message=question,
-            **self._options,
-        )
+        return rag.stream(conversation.ask(question, engine=self.engine, **self._options))
 
     def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
         if self._server is not None:

@@ -338,9 +338,8 @@ class RagKV:
     ) -> Conversation:
         """A conversation, for questions that follow others.
 
-        Ask with `rag.query(talk.prompt_text(question), search_for=talk.search_text(question),
-        rewrite=talk.rewrite_text(question), message=question)`, then record the turn with
-        `talk.add(question, answer.text)`. `history`, `history_tokens` and `rewrite` are those of `ragkv chat`.
+        Ask with `rag.query(talk.ask(question))`, then record the turn with `talk.add(question, answer.text)`.
+        `history`, `history_tokens` and `rewrite` are those of `ragkv chat`.
         """
         return Conversation.of(self.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
 

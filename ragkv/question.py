@@ -129,15 +129,20 @@ class Question:
     asked alone."""
     prompt_ids: Sequence[int] = ()
     """The tokens of the whole prompt, in place of `tail`, for the model alone."""
-    search_for: str | None = None
-    """The search query in place of the question: a follow-up question may not name its subject."""
+    search_for: str | Sequence[str] = ()
+    """The search query in place of the question, since a follow-up question may not name its subject. Of several, the
+    first matters most, and the results are interleaved."""
     message: str | None = None
-    """What the user wrote, if `question` also holds earlier turns or instructions; for `ragkv.index.intent`, and also
-    searched for alone if `search_for` is a conversation's."""
+    """What the user wrote, if `question` also holds earlier turns or instructions; for `ragkv.index.intent`."""
     only: Callable[[Document, Chunk], bool] | None = None
     """Whether a chunk of a document may be found. Like `where`, it applies before the best are selected."""
     rewrite: str | None = None
     """A prompt to the model before the search (`Conversation.rewrite_text`); its answer replaces `search_for`."""
+
+    @property
+    def searches(self) -> Sequence[str]:
+        """The search queries."""
+        return (self.search_for,) if isinstance(self.search_for, str) else self.search_for or (self.question,)
 
     def __post_init__(self) -> None:
         for name in ("question", "system"):

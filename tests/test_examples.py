@@ -57,7 +57,7 @@ def test_questions_one_after_another_are_answered_as_alone(rag, engine):
     talk, wrong = rag.conversation(), []
     for question in QUESTIONS[: 20 if NIGHTLY else 8]:
         text = question["question"]
-        answer = rag.query(talk.prompt_text(text), search_for=talk.search_text(text), engine=engine, max_new_tokens=48)
+        answer = rag.query(talk.ask(text, engine=engine, max_new_tokens=48))
         talk.add(text, answer.text)
         wrong += [text] * (not contains_answer(answer.text, question["answers"]))
     assert wrong == []

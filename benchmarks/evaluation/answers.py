@@ -258,7 +258,7 @@ class TaskContexts(Contexts):
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         candidate, texts = self.candidate, self.example.chunks
-        asked = task.query.search_for or self.example.question
+        [asked] = task.query.searches
         ranked = self.source.rank(asked, texts, candidate.retrieval, rerank=candidate.rerank)
         best = ranked[-(candidate.top_k or len(ranked)) :] if ranked else []
         return [

@@ -323,9 +323,7 @@ class AnswerStream:
         if not self._found:
             return ()
         query, counts = self._task.query, self._task.engine.counts_winners
-        sources = sources_of(
-            self._scored[::-1], query.search_for or query.question, self._backend.word_weights, answer=self._text
-        )
+        sources = sources_of(self._scored[::-1], query.searches[0], self._backend.word_weights, answer=self._text)
         won = [self._won[at] if counts else None for at in range(len(sources))][::-1]
         return tuple(replace(source, tokens_won=tokens) for source, tokens in zip(sources, won, strict=True))
 
@@ -432,8 +430,8 @@ class AnswerStream:
                 query = first_line((yield from self._written(rewriting, None)))
                 if self._cancelled.is_set():
                     return
-            usual = task.query.search_for or task.query.question
-            steps = WrittenQueries(task.writing, task.query.question, query or usual, task.query.steps)
+            searched = query or task.query.searches[0]
+            steps = WrittenQueries(task.writing, task.query.question, searched, task.query.steps)
             more, prefetch = self._search(steps, query)
             while more:
                 text, prefetch = (yield from self._written(task.query_task(steps.prompt), prefetch)), None

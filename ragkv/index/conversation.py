@@ -2,8 +2,9 @@
 
 Chunks were prefilled before any question, so earlier turns cannot precede the documents: no stored KV would match. They
 follow the documents, in the question's part of the prompt, which is prefilled for each question anyway. A follow-up
-question ("And where is it based?") is searched together with the last questions, which name its subject, and alone,
-since it may have another: the results are interleaved. With `rewrite` of `[steps]`, the model rewrites it first.
+question ("And where is it based?") is searched together with the last questions, which name its subject; alone, since
+it may have another; and together with the last answer, which may name it. The results are interleaved. With `rewrite`
+of `[steps]`, the model rewrites it first.
 
 A model that was never trained on conversations answers worse with earlier turns in its prompt: the bundled mini answers
 20 of 20 questions alone, and 1 to 3 of 20 after others. So the prompt includes them only if the model can use them.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ragkv.config import HISTORY, History, PromptConfig, StepsConfig, one_of
 from ragkv.index.quality import QUALITY
+from ragkv.question import Question
 
 if TYPE_CHECKING:
     from ragkv.index.index import Index
@@ -156,11 +158,23 @@ class Conversation:
             steps=index.config.steps if rewrite is None else replace(index.config.steps, rewrite=rewrite),
         )
 
-    def search_text(self, question: str) -> str:
-        """The search query: the last questions, then this one; no answers, because a wrong one would mislead the
-        search."""
+    def ask(self, question: str, **options: Any) -> Question:
+        """The question after these turns, for `RagKV.query`, with options of `Question`."""
+        return Question(
+            question=self.prompt_text(question),
+            search_for=self.search_texts(question),
+            rewrite=self.rewrite_text(question),
+            message=question,
+            **options,
+        )
+
+    def search_texts(self, question: str) -> Sequence[str]:
+        """The search queries: this question after the last ones, alone, and after the last answer, which may be wrong
+        and thus comes last."""
         earlier = self.turns[len(self.turns) - min(self._searched_turns, len(self.turns)) :]
-        return " ".join([*(turn.question for turn in earlier), question])
+        if not earlier:
+            return (question,)
+        return " ".join([*(turn.question for turn in earlier), question]), question, f"{earlier[-1].answer} {question}"
 
     def prompt_text(self, question: str) -> str:
         """The question for the prompt, preceded by as many of the last turns as fit.

@@ -761,15 +761,14 @@ class Finder:
     ) -> list[ScoredChunk]:
         """The best chunks, best first; `on_candidates` gets the likely winners before reranking."""
         query = query.completed(self._index.config)
-        text, mode = query.search_for or query.question, cast("Mode", query.retrieval)
+        mode = cast("Mode", query.retrieval)
         searcher = self.searcher(mode, rerank=query.rerank)
         among = self._among(query.where, query.only)
         pool = max(query.top_k, query.candidates)
         count = pool if query.rerank else query.top_k
-        texts = [text]
-        if query.message and text != query.message and text.endswith(query.message):
-            texts.append(query.message)  # it may not be about what was asked before
-        rankings = [searcher.candidates(each, mode=mode, count=count, pool=pool, among=among) for each in texts]
+        rankings = [
+            searcher.candidates(text, mode=mode, count=count, pool=pool, among=among) for text in query.searches
+        ]
         candidates = interleaved(rankings, count, lambda candidate: candidate.chunk_id)  # of one ranking: the same
         known = self._fetch(candidates)
         # another process may have deleted a chunk since the search
@@ -777,7 +776,7 @@ class Finder:
         if on_candidates is not None:
             on_candidates([candidate.scored(*known[candidate.chunk_id]) for candidate in candidates[: query.top_k]])
         if query.rerank and candidates:
-            candidates = searcher.rerank(text, candidates)
+            candidates = searcher.rerank(query.searches[0], candidates)
         return [candidate.scored(*known[candidate.chunk_id]) for candidate in candidates[: query.top_k]]
 
     def documents(self, where: Sequence[str]) -> list[StoredDocument]:

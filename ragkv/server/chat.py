@@ -371,7 +371,7 @@ def conversation_text(messages: Sequence[Message], rag: RagKV, *, rewrite: bool 
     if (task := _conversation_task(texts[last])) is not None:
         conversation, asked = task
         require_unicode([conversation, asked])
-        return ConversationText(asked, asked, conversation)
+        return ConversationText((asked,), asked, conversation)
     instructions = [
         t.strip() for m, t in zip(messages, texts, strict=True) if m.role in ("system", "developer") and t.strip()
     ]

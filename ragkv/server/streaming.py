@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -258,12 +258,12 @@ async def _gone(request: Request) -> None:
 
 
 class ConversationText(NamedTuple):
-    """A question's text for the search and for the prompt, and as the user wrote it (`message`). `conversation` is set
+    """A question's texts for the search and for the prompt, and as the user wrote it (`message`). `conversation` is set
     if the question is about the conversation itself and not about the documents. `rewrite` is the prompt that makes the
     model rewrite it.
     """
 
-    search: str
+    search: Sequence[str]
     prompt: str
     conversation: str | None = None
     rewrite: str | None = None
@@ -288,12 +288,12 @@ def in_conversation(
     turns, parts = list(turns), list(instructions)
     require_unicode([question, *parts, *(text for turn in turns for text in turn)])
     if not turns:
-        return ConversationText(question, "\n\n".join([*parts, question]), message=question)
+        return ConversationText((question,), "\n\n".join([*parts, question]), message=question)
     conversation = Conversation.of(rag.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
     for asked, answered in turns:
         conversation.add(asked, answered)
     return ConversationText(
-        conversation.search_text(question),
+        conversation.search_texts(question),
         "\n\n".join([*parts, conversation.prompt_text(question)]),
         rewrite=conversation.rewrite_text(question),
         message=question,

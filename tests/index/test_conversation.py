@@ -11,6 +11,7 @@ from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError
 from ragkv.index.conversation import Conversation, measured_history, usual_history
 from ragkv.index.create import change_settings
+from ragkv.question import Question
 from ragkv.server import streaming as server_words
 
 
@@ -27,14 +28,18 @@ def talk(**more: Any) -> Conversation:
 
 
 def test_a_conversation_is_searched_for_and_prompted_as_its_settings_say():
-    assert talk().search_text("Where?") == "When? Who leads it? Where?"
-    assert talk(searched_turns=0).search_text("Where?") == "Where?"
-    assert talk(searched_turns=9).search_text("Where?") == "Who founded Halden? When? Who leads it? Where?"
+    after = ("Where?", "Ann Lee. Where?")
+    assert talk().search_texts("Where?") == ("When? Who leads it? Where?", *after)
+    assert talk(searched_turns=0).search_texts("Where?") == ("Where?",)
+    assert talk(searched_turns=9).search_texts("Where?") == ("Who founded Halden? When? Who leads it? Where?", *after)
     assert talk(history="prompt").prompt_text("Where?").startswith("Who founded Halden?")
     searched = talk(history="search")
-    assert (searched.prompt_text("Where?"), searched.search_text("Where?")) == ("Where?", "When? Who leads it? Where?")
+    assert searched.prompt_text("Where?") == "Where?"
+    assert searched.ask("Where?", top_k=2) == Question(
+        question="Where?", search_for=talk().search_texts("Where?"), message="Where?", top_k=2
+    )
     unused = talk(history="none")
-    assert (unused.prompt_text("Where?"), unused.search_text("Where?")) == ("Where?", "Where?")
+    assert (unused.prompt_text("Where?"), unused.search_texts("Where?")) == ("Where?", ("Where?",))
 
 
 def test_the_prompt_reads_like_questions_and_answers_in_its_own_words():
@@ -80,9 +85,9 @@ def folder(tmp_path_factory):
 
 
 def worded(*given: Any) -> tuple[str, str]:
-    """The server's search query, and the content of its prompt."""
+    """The server's first search query, and the content of its prompt."""
     found = server_words.in_conversation(*given)
-    return found.search, found.prompt
+    return found.search[0], found.prompt
 
 
 TURNS = [("Who founded Halden Works?", "Mira Oskel.")]
@@ -119,7 +124,7 @@ def test_mini_gets_earlier_turns_in_the_search_alone_until_something_else_is_mea
             rag.conversation(history="off")
         talk = rag.conversation(history="none")
         talk.add(*TURNS[0])
-        assert (talk.search_text(ASKED), talk.prompt_text(ASKED)) == (ASKED, ASKED)
+        assert (talk.search_texts(ASKED), talk.prompt_text(ASKED)) == ((ASKED,), ASKED)
         rag.store.put_meta("quality", None)
 
 

@@ -84,17 +84,20 @@ def test_modes_and_settings_of_one_question(rag):
         rag.stream("x", retrieval="fuzzy")
 
 
-def test_a_question_of_a_conversation_is_searched_for_with_the_earlier_ones_and_alone(rag):
-    question = "Who is mayor of Tarn?"
-    earlier = "Who founded Halden Works in 1907? Bolt Ltd makes valves, and who founded Bolt Ltd in Varn?"
-    options = {"retrieval": "bm25", "rerank": False, "engine": "full", "top_k": 2, "max_new_tokens": 1}
+@pytest.mark.parametrize(
+    ("answer", "question"), [("The documents do not say.", "Who is mayor of Tarn?"), ("It is Tarn.", "How old?")]
+)
+def test_a_follow_up_is_searched_for_after_the_last_questions_alone_and_after_the_last_answer(rag, answer, question):
+    talk = rag.conversation(history="search")
+    talk.add("Who founded Halden Works in 1907? Bolt Ltd makes valves, and who founded Bolt Ltd in Varn?", answer)
+    together, *_ = texts = talk.search_texts(question)
 
-    def documents(**more: Any) -> list[str]:
-        answer = rag.query(question, search_for=f"{earlier} {question}", **options, **more)
-        return [source.document for source in answer.sources]
+    def documents(search_for):
+        found = rag.retrieve(question, search_for=search_for, retrieval="bm25", rerank=False, top_k=2)
+        return [scored.source for scored in found]
 
-    assert "sub/tarn.md" not in documents()
-    assert "sub/tarn.md" in documents(message=question)
+    assert "sub/tarn.md" not in documents(together)
+    assert "sub/tarn.md" in documents(texts)
 
 
 def test_where_lets_only_such_documents_through(rag):

@@ -164,13 +164,12 @@ def test_a_follow_up_is_written_anew_for_the_search_alone(rag, monkeypatch):
     assert rag.conversation().rewrite_text("?") is None
     assert rag.conversation(history="none", rewrite=True).rewrite_text("?") is None
     question, asked = "And where?", written(monkeypatch, ["full"], {"Write the last question": [LEADER, "", "Xyzzy"]})
-    words = {"search_for": talk.search_text(question), "rewrite": talk.rewrite_text(question), "top_k": 1}
-    answers = [rag.query(question, engine="block", max_new_tokens=2, **words) for _ in range(3)]
+    answers = [rag.query(talk.ask(question, engine="block", max_new_tokens=2, top_k=1)) for _ in range(3)]
     assert [read for _, read in asked] == [0, 0, 0]
     assert [each.queries for each in answers] == [(LEADER,), (), ("Xyzzy",)]
     assert [names(each) for each in answers] == [["mira"], ["halden"], ["halden"]]
     assert answers[0].question == question
-    unused = rag.query(question, chunks=rag.retrieve(LEADER), max_new_tokens=2, **words)
+    unused = rag.query(talk.ask(question, chunks=rag.retrieve(LEADER), max_new_tokens=2, top_k=1))
     assert (unused.queries, names(unused)[0]) == ((), "mira")
 
 

@@ -493,8 +493,7 @@ def conversed(rag, question, *turns, **options):
     conversation = rag.conversation()
     for asked, answer in turns:
         conversation.add(asked, answer)
-    searched = {"search_for": conversation.search_text(question), "message": question}
-    return rag.query(conversation.prompt_text(question), **searched, **options).text
+    return rag.query(conversation.ask(question, **options)).text
 
 
 def test_the_conversation_is_sent_along_unless_it_is_turned_off(page, rag):
