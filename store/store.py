@@ -79,6 +79,7 @@ KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord]]"
 STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
 """All files in a store's directory."""
 STAGE_BYTES = 64 << 20
+_LARGE_READ_BYTES = 32 << 20
 INITIAL_MAP_BYTES = 64 << 20
 MAKING_SECONDS = 10.0  # creating a store takes less: a process that holds the lock for longer does other work
 
@@ -469,7 +470,14 @@ class Store:
         try:
             with self._live().read() as txn:
                 if not isinstance(device, tuple):
-                    return read_many(txn, wanted, shape, device)
+                    kvs = read_many(txn, wanted, shape, device)
+                    if (
+                        shape is not None
+                        and shape.dtype == "uint8"
+                        and sum(kv.nbytes for kv in kvs.values()) > _LARGE_READ_BYTES
+                    ):
+                        self.maintenance.give_back_pages()  # llama.cpp makes a copy of its own besides
+                    return kvs
                 return {of: kv.to(device) for of, kv in read_many(txn, wanted, shape).items()}
         except CorruptStoreError as error:
             # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.

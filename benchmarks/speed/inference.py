@@ -206,23 +206,16 @@ def fill(
     chunks: list[tuple[int, ...]],
     encodings: Sequence[Encoding] = (Encoding.STANDALONE, Encoding.PREFIXED),
     *,
-    alike: bool = False,
     model: str = "bench",
 ) -> dict[Encoding, list[KVIdentity]]:
-    """Encode the chunks in these encodings and store them. Each list begins with the prefix's identity.
-
-    `alike`: one chunk of each length is encoded, and the others get its KV.
-    """
+    """Encode the chunks in these encodings and store them. Each list begins with the prefix's identity."""
     [prefix_kv] = lm.encode([prefix])
     head = KVIdentity(model=model, encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
     store.stage_kv([(head, prefix_kv)])
     identities_of = {}
     for encoding in encodings:
         before = prefix if encoding is Encoding.PREFIXED else ()
-        encoded = list({len(chunk): chunk for chunk in chunks}.values()) if alike else chunks
-        kvs = lm.encode(encoded, prefix=prefix_kv if before else None)
-        if alike:
-            kvs = [next(kv for kv in kvs if kv.tokens == len(chunk)) for chunk in chunks]
+        kvs = lm.encode(chunks, prefix=prefix_kv if before else None)
         identities = [
             KVIdentity(model=model, encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
         ]

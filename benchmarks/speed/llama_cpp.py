@@ -16,21 +16,23 @@ state is that of one piece, repeated at later positions, and its prefill is meas
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
 
+from ragkv.benchmarks.speed import llama_cpp_runtime
 from ragkv.benchmarks.speed.inference import (
     CHUNK_TOKENS,
     PREFIX_TOKENS,
@@ -44,6 +46,7 @@ from ragkv.benchmarks.speed.inference import (
     stream,
     transformers_model,
 )
+from ragkv.benchmarks.speed.llama_cpp_runtime import answering
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
@@ -61,9 +64,9 @@ from ragkv.benchmarks.speed.report import (
 )
 from ragkv.cli.options import given_numbers
 from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
-from ragkv.model.checkpoint import Checkpoint, resolve
+from ragkv.model.checkpoint import resolve
 from ragkv.model.language_model import LanguageModel, in_float32
-from ragkv.runtime import Stream, llama_cpp_executor
+from ragkv.runtime import Stream
 from ragkv.store import Q8, Half, Store
 from ragkv.types import Encoding
 
@@ -73,6 +76,7 @@ PIECE_TOKENS = 2048
 """The most tokens that llama.cpp prefills beside the runtime llama-cpp."""
 MOST_BYTES = 600_000_000
 """The memory that the runtime llama-cpp may take besides the file and the KV."""
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAGKV_THREADS": "1"}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "1.1B": {
         "vocab_size": 32000,
@@ -416,34 +420,21 @@ def _measure_length(
     ]
 
 
-@contextmanager
-def _runtime(file: Path, length: int) -> Iterator[tuple[Callable[[], Stream], float]]:
-    """A function that begins an answer by the runtime llama-cpp from a store, and the bytes of a stored token."""
-    checkpoint = Checkpoint(name=file.name, location=str(file.parent), local=True, file=file.name)
-    lm = cast("LanguageModel", llama_cpp_executor.load(checkpoint, dtype="auto", device="cpu", codec="half"))
-    prefix, chunks, question = random_prompt(lm, length)
-    lm.require_positions(len(prefix) + length + len(question) + STEPS)
-    with tempfile.TemporaryDirectory() as folder, Store.create(folder, codec=Half()) as store:
-        identities = fill(store, lm, prefix, chunks, [Encoding.STANDALONE], alike=True)
-        get = partial(store.get_many, shape=lm.kv_shape)
-        yield lambda: stream(lm, get, "block", identities, question), store.kv_bytes / (len(prefix) + length)
-
-
-def _peak_bytes(file: Path, length: int) -> int:
-    """The most memory of a process that answers by the runtime llama-cpp."""
-    command = [sys.executable, "-m", __name__, str(file), str(length)]
-    return 1024 * int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-
-
 def _measure_runtime(file: Path, length: int, rounds: int, folder: Path) -> list[BenchRow]:
     """The runtime llama-cpp beside llama.cpp itself, with one file."""
     before, piece = PREFIX_TOKENS + length, min(length, PIECE_TOKENS) // 2 * 2
     cells = before + QUESTION_TOKENS + (rounds + 2) * (STEPS + 1) + 256
     states = {flash: folder / f"whole-{flash}.state" for flash in (False, True)}
-    with _runtime(file, length) as (begin, stored):
-        peak = _peak_bytes(file, length)
-        ids = random_ids(1000, torch.Generator().manual_seed(length), before + QUESTION_TOKENS)
-        question = ids[before:]
+    index = folder / f"{length}"
+    ids = random_ids(256, torch.Generator().manual_seed(length), before + QUESTION_TOKENS)
+    chunks = [ids[at : min(at + CHUNK_TOKENS, before)] for at in range(PREFIX_TOKENS, before, CHUNK_TOKENS)]
+    prompt, question = [ids[:PREFIX_TOKENS], *chunks, ids[before:]], ids[before:]
+    with answering(file, index, prompt) as (begin, stored):
+        command = [sys.executable, "-m", llama_cpp_runtime.__name__, str(file), str(index), str(STEPS)]
+        alone = subprocess.run(
+            command, input=json.dumps(prompt).encode(), stdout=subprocess.PIPE, check=True, env=os.environ | _ONE_THREAD
+        )
+        peak = 1024 * int(alone.stdout)
         prefill: dict[bool, float] = {}
         for flash, state in states.items():
             maker = LlamaCpp(file, cells, flash=flash, sequences=2)
@@ -500,18 +491,3 @@ def _answer(there: LlamaCpp, restore: Callable[[], None] | None, ids: Sequence[i
     if restore is not None:
         restore()
     return int(there.read(ids).argmax())
-
-
-def _print_peak(file: str, length: str) -> None:
-    """Answer once in this process, and print the most memory that it had, in KiB."""
-    import resource
-
-    with one_thread(), _runtime(Path(file), int(length)) as (begin, _):
-        answer = begin()
-        for _ in range(STEPS):
-            answer.advance(answer.best())
-        sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-
-
-if __name__ == "__main__":
-    _print_peak(*sys.argv[1:])

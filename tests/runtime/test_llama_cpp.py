@@ -20,6 +20,8 @@ from ragkv.index.pack import unpack
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel
 from ragkv.runtime import Generation, Runtime
+from ragkv.store import store
+from ragkv.store.maintenance.maintenance import Maintenance
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed")
@@ -242,6 +244,16 @@ def test_an_index_answers_from_its_states(index):
         text = index.query("When was it built?", engine=name, schema=schema, max_new_tokens=60).text
         assert isinstance(json.loads(text)["year"], int)
     assert index.maintenance.verify().ok
+
+
+def test_pages_of_states_leave_memory_once_they_are_read(index, monkeypatch):
+    """llama.cpp copies them."""
+    given = []
+    monkeypatch.setattr(store, "_LARGE_READ_BYTES", 0)
+    monkeypatch.setattr(Maintenance, "give_back_pages", lambda maintenance: given.append(maintenance))
+    with RagKV.open(index.folder) as again:
+        again.query("Who was the last keeper?", engine="block", max_new_tokens=1)
+    assert given
 
 
 def test_states_of_another_build_are_misses_and_those_of_another_file_refused(index, files, monkeypatch):
