@@ -371,11 +371,11 @@ class Q8(Codec):
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
         import torch
 
-        from ragkv.attention.kv import DTYPES
+        from ragkv.attention.kv import torch_dtype
 
         parts: list[Buffer] = []
         for kv_slice, piece in _pieces(buf, slices):
-            numbers = torch.from_numpy(span_of(piece)).view(DTYPES[kv_slice.dtype]).view(-1, kv_slice.dim).float()
+            numbers = torch.from_numpy(span_of(piece)).view(torch_dtype(kv_slice.dtype)).view(-1, kv_slice.dim).float()
             largest = numbers.abs().amax(1, keepdim=True).bfloat16()  # NaN if any number is
             if not bool((largest <= _BEYOND[kv_slice.dtype]).all()) or kv_slice.dim >= 1 << 16:
                 parts += [_ROWS.pack(0, _CODES[kv_slice.dtype], 0, piece.size), piece.tobytes()]
@@ -391,7 +391,7 @@ class Q8(Codec):
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
         import torch
 
-        from ragkv.attention.kv import DTYPES, unpacked
+        from ragkv.attention.kv import torch_dtype, unpacked
 
         runs = self._runs(np.frombuffer(buf, np.uint8))
         out, start = output(sum(nbytes for *_, nbytes in runs), out), 0
@@ -400,7 +400,8 @@ class Q8(Codec):
             start += nbytes
             if width:
                 rows = torch.from_numpy(span_of(stored)).view(torch.int8).view(-1, width + SCALE_BYTES)
-                torch.from_numpy(target).view(DTYPES[dtype]).view(-1, width).copy_(unpacked(rows, DTYPES[dtype]))
+                kind = torch_dtype(dtype)
+                torch.from_numpy(target).view(kind).view(-1, width).copy_(unpacked(rows, kind))
             else:
                 target[:] = stored
         return out
@@ -543,7 +544,7 @@ class _Quantiser(Codec):
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
         import torch
 
-        from ragkv.attention.kv import DTYPES
+        from ragkv.attention.kv import torch_dtype
 
         runs, payload, start = list[tuple[DType, float, int, memoryview]](), memoryview(buf), 0
         while start < len(payload):
@@ -565,7 +566,7 @@ class _Quantiser(Codec):
                 continue
             multiples = Zstd().decode(body, output(2 * (nbytes // ITEM_SIZES[dtype]), None)).view("<i2") - _BIAS
             numbers = torch.from_numpy(multiples.astype(np.float32)).mul_(step)  # exact
-            torch.from_numpy(target).view(DTYPES[dtype]).copy_(numbers)
+            torch.from_numpy(target).view(torch_dtype(dtype)).copy_(numbers)
         return out
 
 

@@ -34,6 +34,7 @@ from ragkv.store.record import (
 )
 from ragkv.store.tables import Transaction
 from ragkv.types import KVShape
+from ragkv.util.lazy import torch_if_loaded
 from ragkv.util.plugins import kernel_module
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class _Loading:
 
     def _copied(self, run: range, out: NDArray[np.uint8]) -> bool:
         """Whether the run was intact and could be copied in its stored form, without holding the GIL."""
-        kernel = kernel_module("ragkv.store.read_kernel")
+        # compiling and loading kernels takes longer than a process without torch, which answers one question, has
+        kernel = None if torch_if_loaded() is None else kernel_module("ragkv.store.read_kernel")
         if kernel is None or (self.packing is None and not isinstance(self.codec, Raw)):
             return False
         segments = []

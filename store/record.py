@@ -28,12 +28,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ragkv.attention.kv import ChunkKV, OpaqueKV, PackedTensors, State, torch_dtype
 from ragkv.store.codecs import (
     Buffer,
     Bytes,
@@ -52,8 +53,6 @@ from ragkv.util.processors import cores
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ragkv.attention.kv import ChunkKV
 
 SCHEMA_VERSION = 2
 """Version of the layout of records (docs/formats.md). It is part of every key, so that a new layout never reads an old
@@ -558,36 +557,32 @@ TOKEN_STEP = 128
 """A head that is too long for one segment is cut at a multiple of this many tokens, which a codec's groups divide."""
 
 
-def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
+def encode_record(kv: ChunkKV | OpaqueKV, identity: KVIdentity, codec: Codec) -> EncodedRecord:
     """Encode `kv`; `ValueError` when it cannot be the KV of `identity`."""
-    tensors, shape = (*kv.keys, *kv.values), kv.shape
-    if shape.dtype not in DTYPE_CODES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
+    shape, parts, alike = kv.shape, list[Sequence[Any]](), True
+    if not isinstance(kv, OpaqueKV):
+        alike = all(tensor.dtype == kv.dtype for tensor in (*kv.keys, *kv.values))
+        parts = [*zip(kv.keys, kv.values, strict=True), *((state.value,) for state in kv.states)]
+    if shape.dtype not in DTYPE_CODES.values() or not alike:
         raise ValueError(f"a record holds tensors of one dtype out of {list(DTYPE_CODES.values())}")
     codec = codec.suited(shape.dtype)
     if kv.tokens != identity.tokens:
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {identity.tokens}")
     segments: list[RecordSegment] = []
     payloads: list[Buffer] = []
-    buffer = new_buffer(shape.nbytes(kv.tokens))
-    start = 0
-
-    def add(layer: int, parts: Sequence[Tensor], cut: Iterator[tuple[KVSlice, ...]], codec: Codec) -> None:
-        nonlocal start
-        end = start
-        for tensor in parts:
+    buffer = kv.data if isinstance(kv, OpaqueKV) else new_buffer(shape.nbytes(kv.tokens))
+    start = end = 0
+    layers = [(_cut(layer, shape.dtype, kv.tokens), codec) for layer in shape.layers]
+    for at, (cut, of) in enumerate([*layers, *((_cut_state(state), codec.lossless()) for state in shape.states)]):
+        for tensor in parts[at] if parts else ():
             begin, end = end, end + tensor.numel() * tensor.element_size()
             np.copyto(buffer[begin:end], _bytes(tensor))
         for slices in cut:
             begin, start = start, start + sum(kv_slice.nbytes for kv_slice in slices)
-            payload = codec.encode(buffer[begin:start].data, slices)
+            payload = of.encode(buffer[begin:start].data, slices)
             digest = xxhash.xxh3_64_intdigest(payload)
-            segments.append(RecordSegment(layer, start - begin, memoryview(payload).nbytes, digest))
+            segments.append(RecordSegment(at, start - begin, memoryview(payload).nbytes, digest))
             payloads.append(payload)
-
-    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
-        add(layer, pair, _cut(*pair), codec)
-    for place, state in enumerate(kv.states, kv.layers):
-        add(place, (state.value,), _cut_state(state.value), codec.lossless())
     manifest = Manifest(
         identity=identity,
         dtype=shape.dtype,
@@ -605,15 +600,13 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     )
 
 
-def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[KVSlice, ...]]:
+def _cut(shape: LayerShape, dtype: DType, tokens: int) -> Iterator[tuple[KVSlice, ...]]:
     """The slices of each segment of a layer.
 
     A segment holds the whole layer, or as many whole heads of its keys or values as fit, or a run of one head's tokens.
     """
-    from ragkv.attention.kv import dtype_name
-
-    dtype = dtype_name(key.dtype)
-    whole = (KVSlice("keys", dtype, *key.shape), KVSlice("values", dtype, *value.shape))
+    heads, key_dim, value_dim = shape
+    whole = (KVSlice("keys", dtype, heads, tokens, key_dim), KVSlice("values", dtype, heads, tokens, value_dim))
     if sum(kv_slice.nbytes for kv_slice in whole) <= JOINT_BYTES:
         if whole[0].nbytes + whole[1].nbytes:
             yield tuple(kv_slice for kv_slice in whole if kv_slice.nbytes)
@@ -633,14 +626,12 @@ def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[KVSlice, ...]]:
                 yield (kv_slice._replace(heads=1, tokens=min(tokens, kv_slice.tokens - token)),)
 
 
-def _cut_state(value: Tensor) -> Iterator[tuple[KVSlice]]:
+def _cut_state(state: StateShape) -> Iterator[tuple[KVSlice]]:
     """The slice of each segment of a state: a run of its numbers."""
-    from ragkv.attention.kv import dtype_name
-
-    left, dtype = value.numel(), dtype_name(value.dtype)
+    left = math.prod(state.sizes)
     while left:
-        run = min(left, SEGMENT_BYTES // value.element_size())
-        yield (KVSlice("states", dtype, 1, 1, run),)
+        run = min(left, SEGMENT_BYTES // ITEM_SIZES[state.dtype])
+        yield (KVSlice("states", state.dtype, 1, 1, run),)
         left -= run
 
 
@@ -678,14 +669,12 @@ def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     """A view of the bytes as numbers of this dtype; a copy if they are not aligned to its size."""
     import torch
 
-    from ragkv.attention.kv import DTYPES
-
     if isinstance(buffer, torch.Tensor):
         even = buffer.storage_offset() % ITEM_SIZES[dtype] == 0
-        return (buffer if even else buffer.clone()).view(DTYPES[dtype])
+        return (buffer if even else buffer.clone()).view(torch_dtype(dtype))
     if buffer.__array_interface__["data"][0] % ITEM_SIZES[dtype]:
         buffer = buffer.copy()
-    return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
+    return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(torch_dtype(dtype))
 
 
 def record_tensors(
@@ -693,10 +682,12 @@ def record_tensors(
 ) -> ChunkKV:
     """All layers of a record, and then its states, as views of `buffer`, which holds their bytes in this order.
 
-    With a `packing`, the buffer holds keys and values in their stored form (`PackedTensors`).
+    With a `packing`, the buffer holds keys and values in their stored form (`PackedTensors`). KV of another runtime is
+    the buffer itself (`OpaqueKV`).
     """
-    from ragkv.attention.kv import DTYPES, ChunkKV, PackedTensors, State
-
+    if manifest.dtype == "uint8" and isinstance(buffer, np.ndarray):
+        kv = OpaqueKV(data=buffer, shape=manifest.shape, tokens=manifest.tokens, encoded_at=manifest.encoded_at)
+        return cast("ChunkKV", kv)
     end, extra = manifest.kv_bytes, 0 if packing is None else packing.extra
     flat = typed_tensor(manifest.dtype, buffer[:end]) if packing is None else typed_tensor(packing.dtype, buffer)
     tokens, start, stacked = manifest.tokens, 0, None
@@ -716,8 +707,8 @@ def record_tensors(
         states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
     keys, values = views[::2], views[1::2]
     return ChunkKV(
-        keys=tuple(keys) if packing is None else PackedTensors(keys, DTYPES[manifest.dtype]),
-        values=tuple(values) if packing is None else PackedTensors(values, DTYPES[manifest.dtype]),
+        keys=tuple(keys) if packing is None else PackedTensors(keys, torch_dtype(manifest.dtype)),
+        values=tuple(values) if packing is None else PackedTensors(values, torch_dtype(manifest.dtype)),
         encoded_at=manifest.encoded_at,
         states=tuple(states),
         stacked=stacked,

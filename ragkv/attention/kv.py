@@ -6,44 +6,51 @@ being rotated, concatenated or copied; `ragkv.attention.partial` gets a rotated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from ragkv.attention import varlen
 from ragkv.errors import UnsupportedModelError
-from ragkv.types import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
+from ragkv.types import ITEM_SIZES, MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
+from ragkv.util.lazy import LazyModule
 
-Place: TypeAlias = torch.device | tuple[torch.device, ...]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ragkv.attention import varlen
+else:
+    torch, varlen = LazyModule("torch"), LazyModule("ragkv.attention.varlen")
+
+Place: TypeAlias = "torch.device | tuple[torch.device, ...]"
 """The device of KV, or one device per layer of a model that is split."""
 
-DTYPES: Mapping[DType, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
-_NAMES: Mapping[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.items()}
+
+class Processor(str):
+    """The processor as the device of KV, in a process without torch."""
+
+    __slots__ = ()
+    type = "cpu"
+
+
+def torch_dtype(name: DType) -> torch.dtype:
+    """The dtype of this name in stored KV."""
+    return cast("torch.dtype", getattr(torch, name))
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
     """The name of a dtype in stored KV; ValueError for a dtype that KV cannot have."""
-    if dtype not in _NAMES:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_SIZES:
         raise ValueError(f"KV holds no numbers of {dtype}")
-    return _NAMES[dtype]
+    return cast("DType", name)
 
 
-class PackedTensors(Sequence[Tensor]):
+class PackedTensors(Sequence["Tensor"]):
     """Tensors that are stored in fewer bits than those of `dtype`, and are converted when an item is read.
 
     They are float16 for float32 (the codec `half`), or rows `(heads, tokens, head_dim + SCALE_BYTES)` of int8 (the
@@ -91,6 +98,12 @@ class State(NamedTuple):
     layer: int
     name: str
     value: Tensor
+
+
+_WHOLE = (
+    'The first tokens of this model\'s chunk KV cannot be read alone; set the sink to "prefix" or "none" under '
+    "[tuning.block] in ragkv.toml."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -182,10 +195,7 @@ class ChunkKV:
         UnsupportedModelError if the chunk has states, which belong to the last token.
         """
         if self.states and tokens != self.tokens:
-            raise UnsupportedModelError(
-                'The first tokens of this model\'s chunk KV cannot be read alone; set the sink to "prefix" or "none" '
-                "under [tuning.block] in ragkv.toml."
-            )
+            raise UnsupportedModelError(_WHOLE)
         if tokens not in self._heads:
             head = ChunkKV(
                 keys=_each(self.keys, lambda key: key[:, :tokens]),
@@ -241,6 +251,34 @@ def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor
     if tensor.device.type != "cpu" or device.type == "cpu" or device.type not in varlen.DEVICES:
         return tensor.to(device, copy=copy)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class OpaqueKV:
+    """One chunk's KV in a form that only another runtime reads: bytes on the processor, as a record of this `shape`
+    holds them, layer by layer and then the states.
+    """
+
+    data: NDArray[np.uint8]
+    shape: KVShape
+    tokens: int
+    encoded_at: int = 0
+
+    packed = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def head(self, tokens: int) -> OpaqueKV:
+        """As of a `ChunkKV` with states."""
+        if tokens != self.tokens:
+            raise UnsupportedModelError(_WHOLE)
+        return self
+
+    def to(self, place: Place, *, copy: bool = False) -> OpaqueKV:
+        """As of a `ChunkKV`; it stays where it is."""
+        return replace(self, data=self.data.copy()) if copy else self
 
 
 class CopyStream:

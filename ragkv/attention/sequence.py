@@ -20,15 +20,20 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, head_width, stored, unpacked
-from ragkv.attention.partial import LayerCall, PartialAttention
-from ragkv.attention.rope import Angles, Rotary, RotationTable
+from ragkv.util.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ragkv.attention.partial import LayerCall, PartialAttention
+    from ragkv.attention.rope import Angles, Rotary
+else:
+    torch = LazyModule("torch")
 
 
 class KVCache:
@@ -87,7 +92,6 @@ class KVCache:
         """Count `tokens` more, which all layers now hold."""
         self.length += tokens
 
-    @torch.inference_mode()
     def select(self, tokens: Sequence[int]) -> None:
         """Keep only these of the tokens held, in this order."""
         places = torch.tensor(tokens)
@@ -153,7 +157,7 @@ class ChunkGroup:
     def weigh(self, partial: PartialAttention) -> PartialAttention:
         """The merged group as it enters the sequence's softmax."""
         factor, addend = self.weight
-        return PartialAttention(partial.out, partial.lse * factor + addend)
+        return replace(partial, lse=partial.lse * factor + addend)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -258,12 +262,12 @@ class ArenaBlock:
         self.free = list(range(slots))[::-1]
         self._slots = slots
 
-    @torch.inference_mode()
     def take(self) -> int:
         """A free slot, zeroed: a NaN of its last sequence would get through any mask."""
         slot = self.free.pop()
-        for held in (*self.keys.values(), *self.values.values()):
-            held[slot].zero_()
+        with torch.inference_mode():
+            for held in (*self.keys.values(), *self.values.values()):
+                held[slot].zero_()
         return slot
 
     def make(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -548,12 +552,15 @@ def _joined(chunks: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> tup
 
 def _joined_by_layer(chunks: Sequence[PlacedChunk], rotary: Rotary, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
     """`_joined` on a device, with memory for `capacity` tokens: a few launches per layer instead of per chunk."""
+    from ragkv.attention.rope import RotationTable
+
     offsets = sorted({chunk.offset for chunk in chunks})
     lengths = torch.tensor([chunk.kv.tokens for chunk in chunks])
     rows = torch.tensor([offsets.index(chunk.offset) for chunk in chunks]).repeat_interleave(lengths)
     tokens, moved, dtype = len(rows), any(offsets), chunks[0].kv.dtype
     tables: dict[tuple[str, int, torch.device], tuple[RotationTable, Tensor, Tensor]] = {}
-    keys, values = list[Tensor](), list[Tensor]()
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for layer, kind in enumerate(rotary.kinds):
         key, value = (
             torch.cat([_written(held, layer, dtype) for held in each], 1)

@@ -20,19 +20,22 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor
-
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.config import build_config
 from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from ragkv.types import Capability, Encoding
+from ragkv.util.lazy import LazyModule
 from ragkv.util.plugins import ENGINES, require_engine
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ragkv.model.checkpoint import Checkpoint
     from ragkv.model.prompt import Prompt, Tokens
+else:
+    torch = LazyModule("torch")
 
 T = TypeVar("T")
 
@@ -41,7 +44,8 @@ T = TypeVar("T")
 class Forward:
     """Append `ids[i]` to `sequences[i]`. The result: fp32 logits of each sequence's last token, `(sequences, vocab)`.
 
-    The engine owns the logits and may modify them in place.
+    The engine owns the logits and may modify them in place. In a process that has not imported torch they are an array
+    of numpy: an engine that computes with them imports torch at the top of its module.
     """
 
     sequences: Sequence[TokenSequence]
@@ -83,7 +87,7 @@ class Argmax:
         """The choices, `(rows · k,)`, on the device."""
         if self.k == 1:
             return self.logits.argmax(-1)
-        return self.logits.sort(dim=-1, descending=True, stable=True).indices[:, : self.k].flatten()
+        return torch.as_tensor(self.logits).sort(dim=-1, descending=True, stable=True).indices[:, : self.k].flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence, join
 from ragkv.config import require_types
@@ -125,6 +123,8 @@ class BlockAttention(Engine):
         mask, `generate` would take chunk text that equals the pad token for padding. UnsupportedModelError for
         `no-positions` on a model with sliding windows: transformers counts them by places in the cache.
         """
+        import torch
+
         if self.config.preset == "no-positions" and model.windows:
             raise UnsupportedModelError(
                 f"Model {model.checkpoint.name!r} has sliding windows, which transformers' generate would count by "

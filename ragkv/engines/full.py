@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ragkv.attention.sequence import TokenSequence
 from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Program, Request, answer_from
 
@@ -39,6 +37,8 @@ class FullAttention(Engine):
 
     def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
         """Arguments for transformers' own `generate`: `input_ids` and `attention_mask`, `(1, tokens)`."""
+        import torch
+
         ids = torch.tensor([self._ids(request)], device=model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -445,7 +445,7 @@ class KVSource:
         return None if capped or model.device.type not in varlen.DEVICES else PagePool(model.place, budget)
 
     def _paged(self, kv: ChunkKV) -> ChunkKV:
-        return kv if self._pages is None or kv.packed else self._pages.hold(kv)
+        return kv if kv.packed or self._pages is None else self._pages.hold(kv)
 
     def _readable(self, kv: ChunkKV) -> ChunkKV:
         """The KV in the form that the device's kernels read: unpacked, once for all questions that use it."""

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
 from ragkv.util.files import make_folder, parse_json, read_plain, user_folder, write_plain
+from ragkv.util.processors import thread_count
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ class LlamaContext:
             )
         self._release = weakref.finalize(self, api.llama_free, self._handle)
         if self.file.adapter is not None:
-            adapters, scales = (ctypes.c_void_p * 1)(self.file.adapter), (ctypes.c_float * 1)(1.0)
+            adapters, scales = (ctypes.c_void_p * 1)(ctypes.cast(self.file.adapter, ctypes.c_void_p)), (ctypes.c_float * 1)(1.0)
             api.llama_set_adapters_lora(self._handle, ctypes.cast(adapters, ctypes.POINTER(ctypes.c_void_p)), 1, scales)
         self._memory = api.llama_get_memory(self._handle)
         self._batch_tokens = int(options.n_batch)
@@ -563,9 +564,7 @@ def _tried(file: LlamaFile) -> TrialVerdict:
     if not file.api.llama_model_has_decoder(file.handle) or file.api.llama_model_has_encoder(file.handle):
         raise UnsupportedModelError(f"{file.path} holds no model that writes text from left to right.")
     random = np.random.default_rng(7)
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(named) if named.isdecimal() and int(named) else os.cpu_count() or 1
-    context = LlamaContext(file, threads=threads, bytes_of=lambda chunk: chunk.data)
+    context = LlamaContext(file, threads=thread_count(), bytes_of=lambda chunk: chunk.data)
 
     def some(count: int) -> list[int]:
         return [int(i) for i in random.integers(0, file.vocab_size, count)]

@@ -15,17 +15,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ragkv.decoding import GREEDY, Decoding, overlap
 from ragkv.engines.base import Sample
 from ragkv.errors import UnsupportedModelError, UsageError
 from ragkv.model.prompt import Tokens
 from ragkv.util.constraints import ByteBudgetCache, Constraint, matcher_limits
+from ragkv.util.lazy import LazyModule
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ragkv.engines import ModelFacts
+else:
+    torch = LazyModule("torch")
 
 
 class Sampler:
@@ -44,11 +48,14 @@ class Sampler:
         self._chain = processors(self._decoding, own)
         self._generator: torch.Generator | None = None
 
-    @torch.inference_mode()
     def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """The token after `ids`, those generated so far, 0-dim; for a draw, also whether all scores were finite."""
         if not self._chain and not self._decoding.effective_temperature:
             return asked.best(), None
+        with torch.inference_mode():
+            return self._chosen(replace(asked, scores=torch.as_tensor(asked.scores)), ids)
+
+    def _chosen(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         scores = asked.scores[None]  # (1, vocab)
         if self._chain:
             # a copy: a processor may write in place, and the scores are still needed
@@ -396,10 +403,11 @@ class _Thought:
         return self._gate.closed
 
     def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        scores = torch.as_tensor(asked.scores)
         if self._left is not None and self._left <= 0:
-            return torch.tensor(self._closing[-self._left]).to(asked.scores.device, non_blocking=True), None
-        ends = torch.tensor(self._ends, dtype=torch.long).to(asked.scores.device, non_blocking=True)
-        return self._sampler.choose(replace(asked, scores=asked.scores.index_fill(0, ends, -torch.inf)), ids)
+            return torch.tensor(self._closing[-self._left]).to(scores.device, non_blocking=True), None
+        ends = torch.tensor(self._ends, dtype=torch.long).to(scores.device, non_blocking=True)
+        return self._sampler.choose(replace(asked, scores=scores.index_fill(0, ends, -torch.inf)), ids)
 
     def take(self, token_id: int, *, last: bool) -> str:
         if self._left is not None:
@@ -474,10 +482,11 @@ class Decoder:
         reason: Literal["stop", "length"] = "stop" if ended or self._gate.closed else "length"
         return Token(token_id=token_id, text=text, winner=winner, finish_reason=reason if last else None)
 
-    @torch.inference_mode()
     def _enough(self, scores: Tensor) -> bool:
         criteria = self._generation.criteria
         if not criteria:
             return False
-        generated = torch.tensor([self._ids]).to(scores.device, non_blocking=True)
-        return any(bool(torch.as_tensor(criterion(generated, scores[None])).all()) for criterion in criteria)
+        with torch.inference_mode():
+            scores = torch.as_tensor(scores)
+            generated = torch.tensor([self._ids]).to(scores.device, non_blocking=True)
+            return any(bool(torch.as_tensor(criterion(generated, scores[None])).all()) for criterion in criteria)

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.types import Capability
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ragkv.engines import Engine, ModelFacts
 
 
@@ -41,7 +41,7 @@ class ExecutorTraits:
     """
 
     name: str
-    device: torch.device
+    device: torch.device | str
     serves: frozenset[Capability] = frozenset(Capability)
     weighs: bool = True
     max_sequences: int | None = None
@@ -75,7 +75,8 @@ class Executor(Protocol):
     def forward(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """Append `ids[i]` to `sequences[i]`, which may differ in length, position and context.
 
-        Returns fp32 logits `(wanted, vocab)` of the tokens that the sequences want (`TokenSequence.kept`). Then each
+        Returns fp32 logits `(wanted, vocab)` of the tokens that the sequences want (`TokenSequence.kept`): a tensor,
+        or an array of numpy where torch is not loaded (`ragkv.util.plugins.torch_if_loaded`). Then each
         sequence's `position` and own length count the new tokens; if it raises, no sequence counts any.
         """
 

@@ -1,12 +1,12 @@
 """llama.cpp as the executor: a GGUF file's own weights, chunk KV as opaque states, and one batch for all sequences.
 
-Chunk KV is a `ChunkKV` of bytes (`uint8`), so the store keeps, checks, evicts and shares it as any other: the state of
-llama.cpp in runs of equally many bytes per token, and the rest of it as a state of the last layer.
+Chunk KV is the state that llama.cpp wrote (`OpaqueKV`), which the store keeps, checks, evicts and shares as any other.
+Its shape describes it as runs of equally many bytes per token, and the rest as a state of the last layer. A question
+needs no torch, unless its engine or its sampling computes with logits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk, State
+from ragkv.attention.kv import ChunkKV, OpaqueKV, PlacedChunk, Processor
 from ragkv.attention.sequence import TokenSequence
 from ragkv.config import LLAMA_CPP
 from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -29,8 +27,12 @@ from ragkv.model.prompt import Tokens
 from ragkv.runtime.executor import ExecutorTraits
 from ragkv.types import Capability, KVShape, LayerShape, StateShape
 from ragkv.util import batches
+from ragkv.util.lazy import torch_if_loaded
+from ragkv.util.processors import thread_count
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ragkv.model.checkpoint import Checkpoint
 
 T = TypeVar("T")
@@ -92,7 +94,7 @@ class LlamaCppModel:
     moves_within = None
     revision = None
     shared: Mapping[int, int] = {}
-    device = place = torch.device("cpu")
+    device = place = Processor("cpu")
 
     def __init__(
         self, checkpoint: Checkpoint, file: LlamaFile, form: StateForm, missing: Mapping[Capability, str]
@@ -105,7 +107,7 @@ class LlamaCppModel:
         self.parameters = file.parameters
         self.windows = [file.window] if file.window else []
         self.config = SimpleNamespace(vocab_size=file.vocab_size, hidden_size=file.hidden, model_type=file.family)
-        self.dtype = torch.float16 if file.settings.kv_type == "f16" else torch.int8
+        self.dtype = file.settings.kv_type
         self.precision = file.description
         widths = [_RUN] * (form.per_token // _RUN) + [form.per_token % _RUN] * bool(form.per_token % _RUN)
         self.kv_shape = KVShape(
@@ -113,7 +115,7 @@ class LlamaCppModel:
             tuple(LayerShape(1, width, 0) for width in widths),
             (StateShape(len(widths) - 1, _REST, "uint8", (form.fixed,)),),
         )
-        self.context = LlamaContext(file, threads=torch.get_num_threads(), bytes_of=bytes_of)
+        self.context = LlamaContext(file, threads=thread_count(), bytes_of=lambda kv: kv.data)
         self._companions: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
@@ -157,32 +159,11 @@ class LlamaCppModel:
                 executor.release(sequences)
 
     def kv_of(self, state: NDArray[np.uint8], tokens: int, encoded_at: int) -> ChunkKV:
-        """A state as chunk KV: views of its bytes."""
+        """A state as chunk KV."""
         if (left := self.form.nbytes(tokens) - state.nbytes) < 0:
             raise UnsupportedModelError(f"llama.cpp's state of {tokens} tokens has {-left} bytes more than expected.")
-        whole, keys, offset = torch.from_numpy(np.pad(state, (0, left)) if left else state), [], 0
-        for _, width, _ in self.kv_shape.layers:
-            keys.append(whole[offset : offset + tokens * width].view(1, tokens, width))
-            offset += tokens * width
-        return ChunkKV(
-            keys=tuple(keys),
-            values=tuple(key[..., :0] for key in keys),
-            encoded_at=encoded_at,
-            states=(State(len(keys) - 1, _REST, whole[offset:]),),
-        )
-
-
-def bytes_of(kv: ChunkKV) -> NDArray[np.uint8]:
-    """The state that a chunk KV holds; a view if its parts lie one after another, as they do in a record."""
-    parts = [tensor.reshape(-1) for tensor in (*kv.keys, *(state.value for state in kv.states))]
-    first, size = parts[0], 0
-    for part in parts:
-        if part.data_ptr() != first.data_ptr() + size:
-            return np.concatenate([each.numpy() for each in parts])
-        size += part.numel()
-    pointer = ctypes.cast(first.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
-    whole: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (size,))
-    return whole
+        data = np.pad(state, (0, left)) if left else state
+        return cast("ChunkKV", OpaqueKV(data=data, shape=self.kv_shape, tokens=tokens, encoded_at=encoded_at))
 
 
 class LlamaCppExecutor:
@@ -193,7 +174,7 @@ class LlamaCppExecutor:
         self._context = model.context
         self.traits = ExecutorTraits(
             name=LLAMA_CPP,
-            device=torch.device("cpu"),
+            device="cpu",
             serves=frozenset({Capability.MERGE, Capability.MOVE}),
             weighs=False,
             max_sequences=model.context.sequences * 3 // 4,
@@ -230,7 +211,9 @@ class LlamaCppExecutor:
         rows = self._context.read(work)
         for sequence, some in zip(sequences, ids, strict=True):
             sequence.position += len(some)
-        return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, 0))
+        logits = np.stack(rows) if rows else np.empty((0, 0), np.float32)
+        torch = torch_if_loaded()
+        return cast("Tensor", logits if torch is None else torch.from_numpy(logits))
 
     def copied(self, chunks: Sequence[PlacedChunk], *, reserve: int) -> Any:
         raise AssertionError("the runtime has read `serves`")

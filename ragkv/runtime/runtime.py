@@ -19,24 +19,23 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from torch import Tensor
-
 from ragkv.engines.base import Sample, require_reach, require_supported
 from ragkv.errors import AnswerInterruptedError, UsageError
-from ragkv.runtime.batch_executor import BatchExecutor
 from ragkv.runtime.decoding import Decoder, Generation, Token
 from ragkv.runtime.executor import Executor, require_served
 from ragkv.runtime.kv_pool import KVPool, Lease, with_shared
 from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.step import Job, Stepper
+from ragkv.util.lazy import torch_if_loaded
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ragkv.engines import Engine, ModelFacts, Request
     from ragkv.model.language_model import LanguageModel
 
@@ -107,7 +106,9 @@ class Stream:
 
     @property
     def scores(self) -> Tensor:
-        return self._choice().scores
+        import torch
+
+        return torch.as_tensor(self._choice().scores)
 
     @property
     def position(self) -> int:
@@ -213,8 +214,7 @@ class Runtime:
         executor: Callable[[Any], Executor] | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak: the model holds its runtime
-        own: Callable[[Any], Executor] = getattr(type(model), "executor", BatchExecutor)
-        self._make_executor = executor or own
+        self._make_executor = executor or getattr(type(model), "executor", None) or _batch_executor
         self.executor = self._make_executor(model)
         self.pool = KVPool(budget)
         if (most := self.executor.traits.max_sequences) is not None:
@@ -516,7 +516,8 @@ class Runtime:
                     return True
                 self._clear()
                 self._driver, mine = threading.get_ident(), True
-            with torch.inference_mode():
+            torch = torch_if_loaded()
+            with nullcontext() if torch is None else torch.inference_mode():
                 return self._step() if work is None else work()
         except BaseException as error:
             if not mine or not self._break(error) or not isinstance(error, Exception):
@@ -581,6 +582,12 @@ class Runtime:
             job.ahead = math.inf
         self._stalled = not ahead and bool(self._scheduler.waiting)
         return self._stalled or bool(ahead)
+
+
+def _batch_executor(model: Any) -> Executor:
+    from ragkv.runtime.batch_executor import BatchExecutor
+
+    return BatchExecutor(model)
 
 
 def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Runtime:

@@ -7,13 +7,14 @@ taken yet. `Stepper` runs all of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ragkv.attention.sequence import MOST_TOKENS, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
@@ -21,9 +22,15 @@ from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.executor import Executor, require_plain
 from ragkv.runtime.kv_pool import KVPool
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
+from ragkv.util.lazy import LazyModule
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ragkv.runtime.kv_pool import Lease
+else:
+    torch = LazyModule("torch")
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +74,7 @@ class Job:
         self.position = 0
         """Position of the next token in the longest sequence."""
         self._left: list[Sequence[int]] = []
+        self._no_logits: Tensor
         self._logits: list[list[Tensor]] = []
 
     @property
@@ -102,7 +110,8 @@ class Job:
         self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], kept: Sequence[int], logits: Tensor
     ) -> None:
         """Record that these slices were read; `logits` `(sum(kept), vocab)` has `kept` rows for each of them."""
-        for (i, _, ids), scores in zip(slices, torch.split(logits, list(kept)), strict=True):
+        self._no_logits = logits[:0]
+        for (i, _, ids), scores in zip(slices, _split(logits, kept), strict=True):
             self._left[i] = self._left[i][len(ids) :]
             if len(scores) and not self._left[i]:
                 self._logits[i].append(scores)
@@ -116,8 +125,10 @@ class Job:
             return None
         found, self._logits = [scores for each in self._logits for scores in each], []
         if not found:  # its sequences are silent
-            return torch.empty((0, 0))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            return self._no_logits
+        if len(found) > 1 and not any(isinstance(scores, np.ndarray) for scores in found):
+            return torch.cat(found)
+        return found[0] if len(found) == 1 else cast("Tensor", np.concatenate(found))
 
     def choice(self) -> tuple[Tensor, Tensor | None]:
         """The chosen tokens, one or one per row, on the device; and whether they could be drawn."""
@@ -231,7 +242,7 @@ class Stepper:
             return
         for job, _ in work:
             job.torn = True  # until its program got the result
-        own = torch.split(logits, [sum(counts) for counts in wanted])
+        own = _split(logits, [sum(counts) for counts in wanted])
         for (job, slices), counts, scores in zip(work, wanted, own, strict=True):
             job.read(slices, counts, scores)
 
@@ -257,16 +268,14 @@ class Stepper:
                 chosen, finite = job.choice()
                 winners = job.operation.winners if isinstance(job.operation, Sample) else None
                 transfers = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
-                result += [
-                    t.reshape(-1).to(self._executor.traits.device, torch.long) for t in transfers if t is not None
-                ]
+                result += [t for t in transfers if t is not None]
             except Exception as error:
                 self._end(job, error)
                 continue
-            chosen_by.append((job, chosen.numel(), winners is not None, finite is not None))
+            chosen_by.append((job, math.prod(chosen.shape), winners is not None, finite is not None))
         if not chosen_by:
             return
-        numbers = iter(torch.cat(result).tolist())  # the only synchronisation with the device
+        numbers = iter(self._fetched(result))
         for job, count, won, drawn in chosen_by:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
@@ -275,6 +284,14 @@ class Stepper:
                 self.advance(job, tokens)
             else:
                 self._take(job, tokens[0], winner, finite=sound)
+
+    def _fetched(self, results: Sequence[Tensor]) -> list[int]:
+        """The whole numbers in all of these, by the only synchronisation with the device."""
+        if not any(isinstance(each, np.ndarray | np.generic) for each in results):
+            device = self._executor.traits.device
+            flat: list[int] = torch.cat([each.reshape(-1).to(device, torch.long) for each in results]).tolist()
+            return flat
+        return [int(number) for each in results for number in np.ravel(each)]
 
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
         assert isinstance(job.operation, Sample)
@@ -332,6 +349,11 @@ class Stepper:
         require_plain(self._executor, forward.sequences)
         running = sum(job.ticket.sequences for job in self.running)
         self._executor.reserve(forward.sequences, forward.ids, answer=_remaining(job), running=running)
+
+
+def _split(logits: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Runs of so many rows, of a tensor or an array."""
+    return [logits[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
 
 
 def _remaining(job: Job) -> int:

@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ragkv.util.lazy import torch_if_loaded
+
 _POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """The variables by which a user says how OpenMP's threads wait."""
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -93,6 +95,8 @@ class _Watch:
 
 _watch: _Watch | None = None
 _idle: float | None = None
+_unfitted: int | None = None
+"""How many threads the measurement allows, until torch knows."""
 
 
 def watch_processors(*, idle: bool = True) -> None:
@@ -105,23 +109,40 @@ def watch_processors(*, idle: bool = True) -> None:
 
 
 def fit_threads() -> None:
-    """Use as many threads as processors are idle, once, when a command loads its first model."""
-    global _watch, _idle
-    if _watch is None:
+    """Let torch use as many threads as processors are idle, once, when a command loads its first model."""
+    global _unfitted
+    _measure()
+    if _unfitted is None:
         return
     import torch
 
-    watch, _watch = _watch, None
-    _idle = watch.idle_cores()
-    threads = math.ceil(min(cores(), granted(), round(_idle) if watch.idle else math.inf))
+    threads, _unfitted = _unfitted, None
     if threads < torch.get_num_threads():  # else what torch chose, such as one thread for two of a core
-        torch.set_num_threads(max(1, threads))
+        torch.set_num_threads(threads)
+
+
+def thread_count() -> int:
+    """The threads of a runtime other than torch: as many as variables name, else as many as processors are idle."""
+    _measure()
+    if (torch := torch_if_loaded()) is not None:
+        fit_threads()
+        return int(torch.get_num_threads())
+    named = next((os.environ[name] for name in COUNTS if name in os.environ), "")
+    return int(named) if named.isdecimal() and int(named) else _unfitted or cores()
+
+
+def _measure() -> None:
+    global _watch, _idle, _unfitted
+    if _watch is not None:
+        watch, _watch = _watch, None
+        _idle = watch.idle_cores()
+        _unfitted = max(1, math.ceil(min(cores(), granted(), round(_idle) if watch.idle else math.inf)))
 
 
 def use_threads(threads: int) -> None:
     """Use so many threads, also in processes that this one starts."""
-    global _watch
-    _watch = None
+    global _watch, _unfitted
+    _watch = _unfitted = None
     os.environ |= dict.fromkeys(COUNTS, str(threads))
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)

@@ -5,6 +5,8 @@ import copy
 import gc
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -343,7 +345,7 @@ def test_a_damaged_state_is_encoded_anew_and_never_read(index):
 def test_bytes_that_llama_cpp_does_not_take_are_an_error(opened):
     model = opened()
     [kv] = model.encode([[50, 51, 52]])
-    state = llama_cpp_executor.bytes_of(kv).copy()
+    state = kv.data.copy()
     for change in (slice(0, 4), slice(8, 12), slice(12, 16), slice(16, 20)):
         hostile = state.copy()
         hostile[change] = 0x7F
@@ -366,3 +368,18 @@ def test_text_never_becomes_a_control_token(opened, make_model):
         assert not ours.control_ids & {*ours.encode(text)}
         assert ours.encode(text, control=True) == theirs.encode(text, control=True)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+@pytest.mark.parametrize("name", ["full", "single", "block", "ape", "ippd"])
+def test_a_greedy_answer_needs_no_torch(name, index):
+    """In a process of its own, with the answer of this one, which has torch."""
+    expected = index.query("Who was the last keeper?", engine=name, max_new_tokens=6).text
+    index.close()
+    program = (
+        "import sys, ragkv; rag = ragkv.RagKV.open(sys.argv[1]); "
+        f"print(repr(rag.query('Who was the last keeper?', engine={name!r}, max_new_tokens=6).text)); "
+        "rag.close(); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(index.folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == [repr(expected), "False"]

@@ -46,7 +46,7 @@ TUNED = [
 ]
 QUESTION = "Who founded Halden Works?"
 TOKENS = 3
-CHOSEN = "ragkv/runtime/step.py Stepper._choose"
+CHOSEN = "ragkv/runtime/step.py Stepper._fetched"
 """The only place where the host waits for the device during decoding: it reads the tokens of all requests."""
 
 
