@@ -123,8 +123,6 @@ class LlamaSettings:
 
     kv_type: str = "f16"
     device: str = "cpu"
-    lora: str = ""
-    """The path of a LoRA adapter in GGUF."""
 
     @property
     def flash(self) -> bool:
@@ -176,11 +174,6 @@ class LlamaFile:
         if not self.handle:
             raise ModelLoadError(f"{path} cannot be loaded by llama.cpp: {_reason()}.")
         weakref.finalize(self, api.llama_model_free, self.handle)
-        self.adapter = None
-        if settings.lora:
-            self.adapter = api.llama_adapter_lora_init(self.handle, os.fsencode(settings.lora))
-            if not self.adapter:
-                raise ModelLoadError(f"{settings.lora} is no adapter of {path}: {_reason()}.")
         self.vocab = api.llama_model_get_vocab(self.handle)
         self.vocab_size: int = api.llama_vocab_n_tokens(self.vocab)
         self.heads: int = api.llama_model_n_head(self.handle)
@@ -308,9 +301,6 @@ class LlamaContext:
                 "--top-k, or use another --codec."
             )
         self._release = weakref.finalize(self, api.llama_free, self._handle)
-        if self.file.adapter is not None:
-            adapters, scales = (ctypes.c_void_p * 1)(ctypes.cast(self.file.adapter, ctypes.c_void_p)), (ctypes.c_float * 1)(1.0)
-            api.llama_set_adapters_lora(self._handle, ctypes.cast(adapters, ctypes.POINTER(ctypes.c_void_p)), 1, scales)
         self._memory = api.llama_get_memory(self._handle)
         self._batch_tokens = int(options.n_batch)
         self._free = list(range(self.sequences))[::-1]
@@ -618,9 +608,9 @@ def checked(path: Path, settings: LlamaSettings, name: str) -> TrialVerdict:
     ModelLoadError for a file that llama.cpp refuses, or that ends the process; UnsupportedModelError for one that
     ragkv cannot run.
     """
-    facts = [path.stat(), *([Path(settings.lora).stat()] if settings.lora else ())]
-    stamps = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in facts]
-    key = hashlib.sha256(repr((str(path.resolve()), stamps, asdict(settings), build())).encode()).hexdigest()[:40]
+    facts = path.stat()
+    stamp = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    key = hashlib.sha256(repr((str(path.resolve()), stamp, asdict(settings), build())).encode()).hexdigest()[:40]
     place = None
     with suppress(RuntimeError):  # a user without a home
         place = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "llama-cpp" / f"{key}.json"
