@@ -573,15 +573,15 @@ def encode_record(kv: ChunkKV | OpaqueKV, identity: KVIdentity, codec: Codec) ->
     buffer = kv.data if isinstance(kv, OpaqueKV) else new_buffer(shape.nbytes(kv.tokens))
     start = end = 0
     layers = [(_cut(layer, shape.dtype, kv.tokens), codec) for layer in shape.layers]
-    for at, (cut, of) in enumerate([*layers, *((_cut_state(state), codec.lossless()) for state in shape.states)]):
-        for tensor in parts[at] if parts else ():
+    for place, (cut, of) in enumerate([*layers, *((_cut_state(state), codec.lossless()) for state in shape.states)]):
+        for tensor in parts[place] if parts else ():
             begin, end = end, end + tensor.numel() * tensor.element_size()
             np.copyto(buffer[begin:end], _bytes(tensor))
         for slices in cut:
             begin, start = start, start + sum(kv_slice.nbytes for kv_slice in slices)
             payload = of.encode(buffer[begin:start].data, slices)
             digest = xxhash.xxh3_64_intdigest(payload)
-            segments.append(RecordSegment(at, start - begin, memoryview(payload).nbytes, digest))
+            segments.append(RecordSegment(place, start - begin, memoryview(payload).nbytes, digest))
             payloads.append(payload)
     manifest = Manifest(
         identity=identity,

@@ -107,11 +107,11 @@ class Job:
         return [(i, sequences[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
 
     def read(
-        self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], kept: Sequence[int], logits: Tensor
+        self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], rows: Sequence[int], logits: Tensor
     ) -> None:
-        """Record that these slices were read; `logits` `(sum(kept), vocab)` has `kept` rows for each of them."""
+        """Record that these slices were read; `logits` `(sum(rows), vocab)` has `rows` for each of them."""
         self._no_logits = logits[:0]
-        for (i, _, ids), scores in zip(slices, _split(logits, kept), strict=True):
+        for (i, _, ids), scores in zip(slices, _split(logits, rows), strict=True):
             self._left[i] = self._left[i][len(ids) :]
             if len(scores) and not self._left[i]:
                 self._logits[i].append(scores)
@@ -123,12 +123,12 @@ class Job:
         """The logits `(sequences, vocab)` of its forward pass, once every sequence is through."""
         if any(self._left):
             return None
-        found, self._logits = [scores for each in self._logits for scores in each], []
-        if not found:  # its sequences are silent
+        parts, self._logits = [scores for each in self._logits for scores in each], []
+        if not parts:  # its sequences are silent
             return self._no_logits
-        if len(found) > 1 and not any(isinstance(scores, np.ndarray) for scores in found):
-            return torch.cat(found)
-        return found[0] if len(found) == 1 else cast("Tensor", np.concatenate(found))
+        if len(parts) > 1 and not any(isinstance(scores, np.ndarray) for scores in parts):
+            return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else cast("Tensor", np.concatenate(parts))
 
     def choice(self) -> tuple[Tensor, Tensor | None]:
         """The chosen tokens, one or one per row, on the device; and whether they could be drawn."""
@@ -287,11 +287,11 @@ class Stepper:
 
     def _fetched(self, results: Sequence[Tensor]) -> list[int]:
         """The whole numbers in all of these, by the only synchronisation with the device."""
-        if not any(isinstance(each, np.ndarray | np.generic) for each in results):
+        if not any(isinstance(result, np.ndarray | np.generic) for result in results):
             device = self._executor.traits.device
-            flat: list[int] = torch.cat([each.reshape(-1).to(device, torch.long) for each in results]).tolist()
+            flat: list[int] = torch.cat([result.reshape(-1).to(device, torch.long) for result in results]).tolist()
             return flat
-        return [int(number) for each in results for number in np.ravel(each)]
+        return [int(number) for result in results for number in np.ravel(result)]
 
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
         assert isinstance(job.operation, Sample)
