@@ -553,6 +553,17 @@ def _tried(file: LlamaFile) -> TrialVerdict:
     """
     if not file.api.llama_model_has_decoder(file.handle) or file.api.llama_model_has_encoder(file.handle):
         raise UnsupportedModelError(f"{file.path} holds no model that writes text from left to right.")
+    if file.recurrent:
+        raise UnsupportedModelError(
+            f"{file.path} has recurrent layers, and llama.cpp cannot join what they keep of chunks; use --runtime "
+            "transformers."
+        )
+    if file.max_positions < 1:
+        raise UnsupportedModelError(f"{file.path} does not say for how many positions its model was made.")
+    if (parts := file.fact("split.count")) not in (None, "0", "1"):  # the digest is of this file alone
+        raise UnsupportedModelError(
+            f"{file.path} is one of {parts} files of a model; join them with llama.cpp's llama-gguf-split --merge."
+        )
     random = np.random.default_rng(7)
     context = LlamaContext(file, threads=thread_count(), bytes_of=lambda chunk: chunk.data)
 
@@ -577,10 +588,8 @@ def _tried(file: LlamaFile) -> TrialVerdict:
         return not float(np.linalg.norm(result - own)) <= _TOLERANCE * float(np.linalg.norm(own - without))
 
     prefix, chunk, question, far = some(9), some(48), some(7), 211
-    logits(question, 0)
-    if file.recurrent:
-        why = "its recurrent layers keep a state that cannot be joined"
-        return TrialVerdict(form=StateForm(0, 1), missing={"merge": why, "move": why})
+    if not np.isfinite(logits(question, 0)).all():
+        raise UnsupportedModelError(f"{file.path} is damaged: its model computes logits that are no numbers.")
     one, two, three = (encoded(prefix[:count]).data.nbytes for count in (1, 2, 9))
     form = StateForm(2 * one - two, two - one)
     if form.nbytes(9) < three or form.fixed < 0 or form.per_token < 1:
