@@ -38,7 +38,7 @@ from ragkv.cli.options import (
     engine_lists,
     given_names,
 )
-from ragkv.config import CONFIG_FILE
+from ragkv.config import CONFIG_FILE, LLAMA_CPP
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def doctor(
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
             specs = specs or [Spec(name) for name in rag.config.engines]
+        if coded and rag.config.executor == LLAMA_CPP and model is None:
+            raise UsageError("The runtime llama-cpp stores states of its own, which no codec changes; omit --codecs.")
         if coded is None:
             coded = [rag.config.codec] if quick else codec_names()
         if not stats.chunks:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.config import History, IndexConfig, RuntimeConfig, one_of
-from ragkv.errors import IngestError, UsageError
+from ragkv.errors import IngestError, UnsupportedModelError, UsageError
 from ragkv.index.answer import AnswerStream, IndexBackend, sources_of, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
 from ragkv.index.conversation import Conversation
@@ -40,7 +40,7 @@ from ragkv.store import (
     Store,
     StoredDocument,
 )
-from ragkv.types import Answer, Chunk, KVUse, ScoredChunk, Source
+from ragkv.types import Answer, Capability, Chunk, KVUse, ScoredChunk, Source
 from ragkv.util.display import one_line
 
 if TYPE_CHECKING:
@@ -391,7 +391,8 @@ class RagKV:
         `past_key_values`, which hold the KV of prefix and chunks as engine `block` places them.
 
         `options` are those of `retrieve`. With `full` and `single` there is no KV, and `generate` prefills the prompt.
-        UsageError for another engine, because a cache is one run of keys.
+        UsageError for another engine, because a cache is one run of keys; UnsupportedModelError for an index whose
+        runtime keeps KV in a form of its own.
         """
         from ragkv.engines import make_engine
         from ragkv.engines.block import BlockAttention
@@ -400,6 +401,10 @@ class RagKV:
         chosen = make_engine(engine, self.config.tuning, context=self.config.encoding.context)
         if not isinstance(chosen, BlockAttention | FullAttention):
             raise UsageError(f"Engine {engine!r} is not one run of keys for generate; use block, full or single.")
+        if why := self.model.missing_capabilities.get(Capability.TENSORS):
+            raise UnsupportedModelError(
+                f"generate cannot read this index: {why}; make one with --runtime transformers."
+            )
         asked = Question.of(question, **options)
         chunks = self.retrieve(asked)[::-1]  # the best chunk stands next to the question
         return chosen.cache(self.model, self.request(chosen, asked.question, chunks)[0])

@@ -38,7 +38,7 @@ from ragkv.errors import RetrievalError, UsageError
 from ragkv.index.conversation import Conversation, Turn, proved_history
 from ragkv.index.quality import Verdict
 from ragkv.store import codec_from_config
-from ragkv.types import ScoredChunk
+from ragkv.types import Capability, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -177,6 +177,8 @@ class Doctor:
         self._top_k = top_k or config.top_k
         self._max_new_tokens = max_new_tokens
         self.reader = ChunkReader(rag, model)
+        if Capability.TENSORS in self.reader.model.missing_capabilities:
+            codecs = ()  # the runtime's own states are stored as they are
         specs = [*map(Spec, config.engines), *_alternatives(config, self.reader)] if engines is None else engines
         self._trials = [
             EngineTrial(spec, config, codecs if engines is not None or str(spec) in config.engines else ())

@@ -21,6 +21,8 @@ from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.benchmarks.speed.llama_cpp import LlamaCpp, quantised
+from ragkv.doctor.questions import GoldenQuestion
+from ragkv.doctor.report import Doctor
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.index.pack import unpack
@@ -185,6 +187,15 @@ def test_what_it_does_not_have_is_refused_by_name(settings, reason, files, tmp_p
     with pytest.raises((ConfigError, UnsupportedModelError, ModelLoadError), match=reason):
         RagKV.create(tmp_path / "index", **{"model": files(), "executor": "llama-cpp", **settings})
     assert not (tmp_path / "index").exists()
+
+
+def test_what_reads_tensors_is_refused_by_name_and_not_compared(index):
+    for name in ("block", "full"):
+        with pytest.raises(UnsupportedModelError, match="make one with --runtime transformers"):
+            index.generate_inputs("Who was the last keeper?", engine=name)
+    asked = [GoldenQuestion(text="Who was the last keeper?")]
+    report = Doctor(index, codecs=["int4"], top_k=2, max_new_tokens=2).examine(asked, source="", seed=0)
+    assert (report.questions, report.codecs) == (1, ())
 
 
 def test_weighed_chunks_and_kept_positions_are_refused(opened):
@@ -406,14 +417,14 @@ def test_a_device_is_handed_through(device, expected, files, tmp_path, monkeypat
     monkeypatch.setattr(library, "llama_supports_gpu_offload", lambda: True)
     open_file = library.llama_model_load_from_file
     monkeypatch.setattr(
-        library, "llama_model_load_from_file", lambda path, given: options.append(given) or open_file(path, given)
+        library, "llama_model_load_from_file", lambda path, taken: options.append(taken) or open_file(path, taken)
     )
     with RagKV.create(tmp_path / "index", model=files(), embedder="mini", device=device) as rag:
         assert rag.model.file.settings.device == expected
         assert f":{expected[:3]}" in rag.model.file.settings.regime
-    [given] = options
-    assert (given.n_gpu_layers > 0) == (expected != "cpu")
-    assert (given.split_mode, given.main_gpu) == ((0, 1) if expected == "gpu:1" else (1, 0))
+    [option] = options
+    assert (option.n_gpu_layers > 0) == (expected != "cpu")
+    assert (option.split_mode, option.main_gpu) == ((0, 1) if expected == "gpu:1" else (1, 0))
 
 
 def damage(rng, rows):
@@ -421,17 +432,17 @@ def damage(rng, rows):
     table = rng.choice(["segments", "segments", "kv"])
     key, data = rng.choice(rows[table])
     kind, damaged = rng.choice(["flip", "byte", "cut", "longer", "swap", "zeros"]), bytearray(data)
-    at = rng.choice([rng.randrange(len(data)), rng.randrange(min(64, len(data)))])
+    place = rng.choice([rng.randrange(len(data)), rng.randrange(min(64, len(data)))])
     if kind == "swap":
         _, damaged = rng.choice([row for row in rows[table] if row[1] != data])
     elif kind in ("flip", "byte"):
-        damaged[at] ^= 0xFF if kind == "byte" else 1 << rng.randrange(8)
+        damaged[place] ^= 0xFF if kind == "byte" else 1 << rng.randrange(8)
     elif kind == "cut":
-        del damaged[at:]
+        del damaged[place:]
     elif kind == "longer":
-        damaged[at:at] = rng.randbytes(rng.randrange(1, 9))
+        damaged[place:place] = rng.randbytes(rng.randrange(1, 9))
     else:
-        damaged[at : at + 512] = bytes(len(damaged[at : at + 512]))
+        damaged[place : place + 512] = bytes(len(damaged[place : place + 512]))
     return table, key, bytes(damaged)
 
 
