@@ -26,6 +26,7 @@ _INLINE = (
     *("sub", "sup", "b", "i", "em", "strong", "mark", "u", "s", "small"),
     *("big", "font", "span", "ins", "a", "tt", "bdi"),
 )
+_JOINED = "joined"  # the tag of what is dropped because it stands inside of a word
 _CODE = re.compile(r"\s*⁅(\d+)⁆(.*?)⁅/⁆ ?")
 _BOILERPLATE = """//nav | //footer | //aside | //noscript | //header[not(ancestor::main or ancestor::article)]
     | //*[@role='navigation']"""
@@ -76,7 +77,7 @@ def read_html(data: bytes, declared: str | None = None, *, whole: bool = False) 
             other = attempt()
             better = 2 * len(_lost(inside, other)) < len(_lost(inside, text))
             text = other if better or not text.strip() else text
-    text = re.sub(r".*⁅\d.*", lambda line: _with_code(line, codes), text)
+    text = re.sub(r"(?m)^.*⁅\d.*", lambda line: _with_code(line, codes), text)
     if not text.strip():
         raise Unreadable(next(iter(left_out), "no text found"))
     if pictures:
@@ -151,6 +152,9 @@ def _tree(page: str) -> tuple[Any, list[str]]:
         code.text = words
     for element in list(tree.iter(*_INLINE)):
         _join_word(element)
+    strip_tags(tree, _JOINED)
+    for element in tree.iter("*"):  # one text node instead of many, each of which the extractor would append
+        element.text, element.tail = element.text, element.tail
     for element in tree.iter("form", "figure", "figcaption", "address", "center", "legend", "fieldset", "label"):
         element.tag = "div" if len(element) else "p"  # the extractor drops these, or knows no line end beside them
     for element in tree.xpath("//*[self::ul or self::ol or self::dl][ancestor::td or ancestor::th]"):
@@ -170,15 +174,14 @@ def _with_code(line: re.Match[str], codes: Sequence[str]) -> str:
 
 
 def _join_word(element: Any) -> None:
-    """Drop a tag that begins or ends inside of a word, as in CO<sub>2</sub>; 10<sup>5</sup> becomes 10^5."""
-    words, parent = element.text_content(), element.getparent()
-    if parent is None or not words:
+    """Mark a tag that begins or ends inside of a word, as in CO<sub>2</sub>, as `_JOINED`; 10<sup>5</sup> becomes 10^5.
+
+    The marked tags are dropped together: one by one, each would copy the text that those before it have left.
+    """
+    words = element.text_content()
+    if element.getparent() is None or not words:
         return
-    # Links and spans in a row are parts of a menu, say, and not of a word
-    previous, following = (None, None) if element.tag in ("a", "span") else (element.getprevious(), element.getnext())
-    before = parent.text if element.getprevious() is None else element.getprevious().tail
-    before = before or ("" if previous is None else previous.text_content())
-    after = element.tail or ("" if following is None else following.text_content())
+    before, after = _text_before(element), _text_after(element)
     if element.tag == "sup" and element.find(".//a") is not None:  # a note's number
         element.text = " " + (element.text or "")
     elif element.tag == "sup" and before[-1:].isdigit() and re.match(r"[-+−\d]", words):
@@ -189,7 +192,34 @@ def _join_word(element: Any) -> None:
         and not (after and (words[-1] + after[0]).isalnum())
     ):
         return
-    element.drop_tag()
+    element.tag = _JOINED
+
+
+_ROW = ("a", "span")  # links and spans in a row are parts of a menu, say, and not of a word
+
+
+def _text_before(element: Any) -> str:
+    """The text that ends where `element` begins, as if the marked tags were dropped."""
+    node = element
+    while (previous := node.getprevious()) is None:
+        parent = node.getparent()
+        if parent.text or parent.tag != _JOINED:
+            return parent.text or ""
+        node = parent
+    while not previous.tail and previous.tag == _JOINED:
+        if not len(previous):
+            return previous.text or ""
+        previous = previous[-1]
+    return previous.tail or ("" if element.tag in _ROW else previous.text_content())
+
+
+def _text_after(element: Any) -> str:
+    """The text that begins where `element` ends."""
+    node = element
+    while not node.tail and node.getnext() is None and node.getparent().tag == _JOINED:
+        node = node.getparent()
+    following = None if element.tag in _ROW else node.getnext()
+    return node.tail or ("" if following is None else following.text_content())
 
 
 def _extract(tree: Any, *, whole: bool) -> str:
