@@ -27,7 +27,7 @@ from ragkv.config import (
 )
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
 from ragkv.index.index import Index, check_names, load_models, retrieval_defaults, validate_vectors
-from ragkv.model.checkpoint import MINI, SMOLLM2, SMOLLM2_PLAIN, Checkpoint, lasting, resolve
+from ragkv.model.checkpoint import MINI, Checkpoint, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
 from ragkv.types import Capability
@@ -207,7 +207,8 @@ _LLAMA_CPP_ENGINES = frozenset({"full", "single", "block", "pced", "ape", "ippd"
 
 def _by_llama_cpp(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> bool:
     """Whether llama.cpp is the default for a new index: it is there, and has all that the settings ask for."""
-    if checkpoint.file is None or checkpoint.name in (SMOLLM2, SMOLLM2_PLAIN) or not find_spec("llama_cpp"):
+    packages = ("llama_cpp",) if checkpoint.adapter is None else ("llama_cpp", "gguf")
+    if checkpoint.file is None or not all(map(find_spec, packages)):
         return False
     engines = {*settings.get("engines", ()), settings.get("default_engine", "full")}
     return (

@@ -21,6 +21,7 @@ from ragkv.attention.kv import ChunkKV, OpaqueKV, PlacedChunk, Processor
 from ragkv.attention.sequence import TokenSequence
 from ragkv.config import LLAMA_CPP
 from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from ragkv.model.gguf_merge import REGIME, merged_file
 from ragkv.model.gguf_tokenizer import GgufTokenizer
 from ragkv.model.llama_cpp import LlamaContext, LlamaFile, LlamaSettings, Slot, StateForm, checked, device_of
 from ragkv.model.prompt import Tokens
@@ -62,24 +63,21 @@ def settings_for(checkpoint: Checkpoint, *, dtype: str, device: str | None, code
             f"The runtime llama-cpp stores KV of 16 or 8 bits (--codec half, zstd or q8), not as {codec}; choose one "
             "of these, or use --runtime transformers."
         )
-    if checkpoint.adapter is not None:
-        raise ConfigError(
-            f"The runtime llama-cpp runs model {checkpoint.name!r} without its adapter; use smollm2-plain, or "
-            "--runtime transformers."
-        )
     return LlamaSettings(kv_type=_TYPES[codec], device=device_of(device))
 
 
 def fingerprint(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> str:
     """The identity of a model in KV keys: its file, llama.cpp's build, and what changes the states."""
     regime = settings_for(checkpoint, dtype=dtype, device=device, codec=codec).regime
-    return checkpoint.fingerprint_of(regime)
+    return checkpoint.fingerprint_of(regime if checkpoint.adapter is None else f"{regime}:{REGIME}")
 
 
 def load(checkpoint: Checkpoint, *, dtype: str, device: str | None, codec: str) -> LlamaCppModel:
     """The model in a GGUF file, once a process of its own has tried it. Raises as `load_model`."""
     settings = settings_for(checkpoint, dtype=dtype, device=device, codec=codec)
     path = Path(checkpoint.location, str(checkpoint.file))
+    if checkpoint.adapter is not None:
+        path = merged_file(checkpoint)
     verdict = checked(path, settings, checkpoint.name)
     missing = {Capability(need): why for need, why in verdict.missing.items()}
     missing[Capability.TENSORS] = "llama.cpp keeps a chunk's KV as a state that only it reads"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from asking import forced, request
 from clichild import run_script
 from gguffile import finish, read_weights, write_model
 from nightly import NIGHTLY
+from safetensors.torch import save_file
 
 from ragkv import RagKV
 from ragkv.benchmarks.speed.llama_cpp import LlamaCpp, quantised
@@ -28,6 +30,7 @@ from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, RagkvErro
 from ragkv.index.pack import unpack
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel
+from ragkv.model.loading import merge_adapter
 from ragkv.runtime import Generation, Runtime
 from ragkv.store import store
 from ragkv.store.maintenance.maintenance import Maintenance
@@ -518,3 +521,39 @@ def test_a_greedy_answer_needs_no_torch(name, index):
     command = [sys.executable, "-c", program, str(index.folder)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == [repr(expected), "False"]
+
+
+def test_an_adapter_is_merged_into_a_file_of_the_cache(files, make_model, tmp_path, monkeypatch):
+    """Its logits are those of the dense model with the adapter; a damaged file is made again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, generator = make_model("llama"), torch.Generator().manual_seed(0)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    weights = {}
+    for name, weight in model.module.named_parameters():
+        if name.endswith("_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            for part, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+                weights[f"{module}.lora_{part}.weight"] = torch.randn(shape, generator=generator) * 0.1
+    save_file(weights, adapter / "adapter_model.safetensors")
+    dense = LanguageModel(copy.deepcopy(model.module), model.tokens._tokenizer, model.checkpoint)
+    merge_adapter(dense.module, adapter)
+    path, engine = files(), make_engine("block", {})
+    checkpoint = Checkpoint(name="tuned", location=str(path.parent), local=True, file=path.name, adapter=str(adapter))
+    options = {"dtype": "auto", "device": "cpu", "codec": "half"}
+    assert llama_cpp_executor.fingerprint(checkpoint, **options) != llama_cpp_executor.fingerprint(
+        replace(checkpoint, adapter=None), **options
+    )
+    expected = forced(dense, engine, [50, 60], **PARTS)
+    changed = divergence(expected, forced(model, engine, [50, 60], **PARTS)).max()
+    assert changed > 0.1
+    for damage in (False, True):
+        if damage:
+            [merged] = tmp_path.glob("ragkv/llama-cpp/*.gguf")
+            content = bytearray(merged.read_bytes())
+            content[-100] ^= 0xFF
+            merged.write_bytes(content)
+        scores = forced(llama_cpp_executor.load(checkpoint, **options), engine, [50, 60], **PARTS)
+        assert divergence(expected, scores).max() < changed / 20

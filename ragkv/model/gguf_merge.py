@@ -1,0 +1,122 @@
+"""A GGUF file with a LoRA adapter merged into its weights, in the user's cache: `$XDG_CACHE_HOME/ragkv/llama-cpp`.
+
+The projections that the adapter changes are unpacked, become W + alpha / rank · BA (LoRA, 2106.09685, §4.1) and are
+packed again, as Q8_0: in the 4 bits of the original the rounding would be as large as the change. All else is copied.
+(llama-cpp-python 0.3.36 ends with SIGFPE when it computes with an adapter beside the weights.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
+from ragkv.util.files import make_folder, parse_json, read_plain, sync_path, user_folder
+
+if TYPE_CHECKING:
+    from ragkv.model.checkpoint import Checkpoint
+
+REGIME = "merged-q8_0-1"
+"""Part of the identity of a model that is run from a merged file; it changes with the numbers in it."""
+_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
+_Pairs = dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
+
+
+def merged_file(checkpoint: Checkpoint) -> Path:
+    """The file of a checkpoint with its adapter, which is made at its first use; its name holds its checksum.
+
+    Raises ModelLoadError for an adapter of another model and without a cache, MissingExtraError without gguf.
+    """
+    try:
+        folder = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "llama-cpp"
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"Model {checkpoint.name!r} needs a folder for its merged weights ({error}); let XDG_CACHE_HOME name one."
+        ) from error
+    name = hashlib.sha256(f"{checkpoint.digest(None)}:{REGIME}".encode()).hexdigest()[:32]
+    for path in folder.glob(f"{name}-*.gguf"):
+        if path.stem.endswith(f"-{_checksum(path)}"):
+            return path
+        path.unlink(missing_ok=True)
+    if find_spec("gguf") is None:
+        raise MissingExtraError(f"Merging the adapter of {checkpoint.name!r} needs gguf; {install_hint('gguf')}.")
+    make_folder(folder)
+    fresh = folder / f"{name}.{secrets.token_hex(4)}.new"
+    try:
+        _write(checkpoint, fresh)
+        sync_path(fresh)
+        path = folder / f"{name}-{_checksum(fresh)}.gguf"
+        fresh.replace(path)
+    except OSError as error:
+        raise ModelLoadError(
+            f"The merged weights of model {checkpoint.name!r} cannot be written to {folder} "
+            f"({os.strerror(error.errno or 0)}); make room there, or let XDG_CACHE_HOME name another folder."
+        ) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _write(checkpoint: Checkpoint, path: Path) -> None:
+    import gguf
+
+    reader = gguf.GGUFReader(Path(checkpoint.location, str(checkpoint.file)))
+    facts = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
+    family = facts["general.architecture"].contents()
+    if family != "llama":
+        raise ModelLoadError(f"The adapter of model {checkpoint.name!r} is for a Llama, not for {family!r}.")
+    scale, pairs = _adapter(Path(str(checkpoint.adapter)), {name: field.contents for name, field in facts.items()})
+    writer = gguf.GGUFWriter(path, family)
+    for name, field in facts.items():
+        if name != "general.architecture":
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for tensor in reader.tensors:
+        if tensor.name not in pairs:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
+        down, up = pairs.pop(tensor.name)
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if weight.shape != (up.shape[0], down.shape[1]):
+            raise ModelLoadError(f"{checkpoint.adapter} is an adapter of another model: {tensor.name} differs.")
+        writer.add_tensor(tensor.name, gguf.quants.quantize(weight + scale * (up @ down), kind), raw_dtype=kind)
+    if pairs:
+        raise ModelLoadError(f"{checkpoint.adapter} is an adapter of another model: it has no {min(pairs)}.")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _adapter(folder: Path, facts: dict[str, Any]) -> tuple[float, _Pairs]:
+    """Its scale, and A and B of each tensor by llama.cpp's name, with rows in llama.cpp's order."""
+    import gguf
+    from safetensors import safe_open
+
+    settings = parse_json(read_plain(folder / "adapter_config.json"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, facts["llama.block_count"]())
+    heads = {"q_proj": facts["llama.attention.head_count"](), "k_proj": facts["llama.attention.head_count_kv"]()}
+    pairs: _Pairs = {}
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:  # numpy has no bfloat16
+        for name in (name for name in file.keys() if name.endswith(_LORA_A)):  # noqa: SIM118
+            module = name.removeprefix("base_model.model.").removesuffix(_LORA_A)
+            down, up = (file.get_tensor(part).float().numpy() for part in (name, name.replace(_LORA_A, _LORA_B)))
+            if count := heads.get(module.rpartition(".")[2]):  # llama.cpp rotates neighbours, not halves of a head
+                rows, rank = up.shape
+                up = up.reshape(count, 2, rows // count // 2, rank).swapaxes(1, 2).reshape(rows, rank)
+            pairs[f"{names.get_name(module)}.weight"] = down, up
+    return settings["lora_alpha"] / settings["r"], pairs
