@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ from ragkv.cli.options import (
 )
 from ragkv.config import CONFIG_FILE, byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
-from ragkv.server.local import LocalClient, LocalSocket, UnservedError, is_listening, server_process
+from ragkv.server.local import LocalClient, LocalSocket, UnservedError, is_listening, query_body, server_process
 from ragkv.util.files import key_file, refusal
 
 if TYPE_CHECKING:
@@ -262,12 +263,18 @@ def _serve_here(
         watched = _watched(folders, read_only=bool(opening["readonly"] or settings.idle_seconds))
         if watched and not quiet:
             note(f"watching {', '.join(str(each) for _, each, _ in watched)}")
+
+        def ready(url: str) -> None:
+            _ready(url, indexes, as_json=as_json, quiet=quiet)
+            if settings.idle_seconds:
+                threading.Thread(target=_warm_up, args=list(indexes.values()), daemon=True).start()
+
         gc.collect()
         gc.freeze()  # to search all that is loaded by now for garbage takes 0.3 s, in which every answer waits
         run_server(
             ServedIndexes(indexes, registry),
             settings,
-            lambda url: _ready(url, indexes, as_json=as_json, quiet=quiet),
+            ready,
             listening,
             watched,
             sockets,
@@ -298,6 +305,13 @@ def _load(
         if opening["runtime"] is not None:
             rag.index.runtime  # noqa: B018 - so that a server that does not answer is seen now
     return indexes
+
+
+def _warm_up(rag: RagKV) -> None:
+    """Ask this process as a command does, so that the next question waits for no import, search index or KV."""
+    with suppress(RagkvError, UnservedError, OSError):
+        for question in rag.sample_questions(1):
+            _ = LocalClient(rag.folder).query(query_body(question, {"max_new_tokens": 2}), lambda _: None).answer
 
 
 def _make_way() -> None:

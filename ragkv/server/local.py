@@ -19,6 +19,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +37,15 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
 
+@cache
 def identity() -> str:
-    """Identifies ragkv's version and installation, which server and client must share to answer alike."""
-    return f"{ragkv.__version__} in {Path(ragkv.__file__).parent}"
+    """Identifies ragkv's version and installation, as they were at the first call: server and client must share them to
+    answer alike.
+    """
+    parts = map(find_spec, ("ragkv", *(f"ragkv.{part}" for part in ("cli", "ingest", "retrievers", "store"))))
+    folders = {Path(folder) for spec in parts if spec for folder in spec.submodule_search_locations or ()}
+    newest = max(file.stat().st_mtime_ns for folder in folders for file in folder.rglob("*.py"))
+    return f"{ragkv.__version__} in {Path(ragkv.__file__).parent}, changed at {newest}"
 
 
 def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:

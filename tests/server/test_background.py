@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from clichild import CliChild
-from live import PATIENCE
+from live import PATIENCE, get
 from outcome import typed
 
 from ragkv.cli import serve
 from ragkv.cli.main import main
-from ragkv.server.local import FOLDER, is_listening, server_process
+from ragkv.server.local import FOLDER, connect, is_listening, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -159,11 +159,19 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+def response(index, request):
+    """The response of the index's server."""
+    with connect(index, seconds=PATIENCE) as connection, connection.makefile("rb") as reader:
+        connection.sendall(request)
+        return reader.read()
+
+
 def test_a_question_leaves_a_process_behind_until_it_is_stopped(index, at_a_terminal):
     told = at_a_terminal(*ASK)
     assert f"`ragkv stop --index {index}` ends it, --no-resident prevents it" in told
     wait_until(lambda: is_listening(index))
     first = server_process(index)
+    wait_until(lambda: b"ragkv:request_success_total{" in response(index, get("/metrics")))  # it has warmed up
     assert at_a_terminal(*ASK, "--quiet", program=LOADED) == "[]\n"  # nothing heavy was imported
     assert server_process(index) == first
 
