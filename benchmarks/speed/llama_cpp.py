@@ -72,7 +72,7 @@ from ragkv.types import Encoding
 
 AGREED = 0.9999
 """The least accepted correlation of llama.cpp's logits, with float16 weights, with ours in float32."""
-PIECE_TOKENS = 2048
+PIECE_TOKENS = 512
 """The most tokens that llama.cpp prefills beside the runtime llama-cpp."""
 MOST_BYTES = 600_000_000
 """The memory that the runtime llama-cpp may take besides the file and the KV."""
