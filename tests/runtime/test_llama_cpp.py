@@ -385,6 +385,41 @@ def test_states_of_another_build_are_misses_and_those_of_another_file_refused(in
         files().write_bytes(content)
 
 
+def test_its_records_are_made_on_demand_evicted_and_shared(index, files, tmp_path):
+    asked, names = "Who was the last keeper?", ("block", "pced")
+    expected = [index.query(asked, engine=name, max_new_tokens=6).text for name in names]
+    tier = {"kv": "on-demand", "tiers": [{"url": f"file://{tmp_path}/objects"}]}
+    for number, settings in enumerate([{"kv": "on-demand"}, {"kv_budget": "40KiB"}, tier, tier]):
+        folder = tmp_path / str(number)
+        with RagKV.create(folder, model=files(), chunk_tokens=40, **settings) as rag:
+            rag.ingest(*(tmp_path / name for name in DOCUMENTS))
+            answers = [rag.query(asked, engine=name, max_new_tokens=6) for name in names]
+            rag.maintenance.settle()
+            assert [answer.text for answer in answers] == expected, settings
+            assert answers[0].kv.misses == (4, 2, 4, 0)[number], settings
+            assert rag.maintenance.verify().ok
+            if number != 2:  # the last one finds its KV in the tier, from which it would be deleted too
+                rag.delete(*(stored.document.document_id for stored in rag.select()))
+                assert rag.store.stats().kv_records <= 1  # the prefix's
+
+
+def test_a_question_that_is_given_up_leaves_nothing_in_the_context(opened):
+    model, engine = opened("qwen3"), make_engine("pced", {})
+    runtime = Runtime(model)
+    for steps in (0, 1, 3):
+        tokens = runtime.decode(
+            engine, request(model, engine, scores=[0.5] * 3, **PARTS), Generation(max_new_tokens=90)
+        )
+        for _ in range(steps):
+            next(tokens)
+        assert model.context.used or not steps
+        tokens.close()
+    del tokens
+    gc.collect()
+    runtime.executor.forward([], [])  # takes back what was dropped
+    assert model.context.used == 0
+
+
 def test_a_renamed_file_is_the_same_model(index, files, tmp_path):
     renamed = tmp_path / "sha256-0123"  # as Ollama names them
     shutil.copy(files(), renamed)
