@@ -241,7 +241,7 @@ class VLLMRuntime(Runtime):
 
     def require(self, engine: Engine) -> None:
         if engine.name not in ENGINES:
-            raise UnsupportedModelError(
+            raise UsageError(
                 f"Engine {engine.name!r} runs in ragkv's own runtime: serve without --runtime vllm, or use engine "
                 "'block', 'full' or 'single'."
             )

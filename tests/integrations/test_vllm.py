@@ -491,7 +491,7 @@ def test_the_runtime_cuts_at_stop_strings_and_hangs_up(served, server):
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"engine": "pced"}, UnsupportedModelError, "runs in ragkv's own runtime"),
+        ({"engine": "pced"}, UsageError, "runs in ragkv's own runtime"),
         ({"engine": "full", "decoding": {"repetition_penalty": 1.3}}, UsageError, "counts the documents' words"),
         ({"engine": "full", "logits_processors": [print]}, UsageError, "vLLM chooses the tokens itself"),
     ],
