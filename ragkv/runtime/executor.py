@@ -76,7 +76,7 @@ class Executor(Protocol):
         """Append `ids[i]` to `sequences[i]`, which may differ in length, position and context.
 
         Returns fp32 logits `(wanted, vocab)` of the tokens that the sequences want (`TokenSequence.kept`): a tensor,
-        or an array of numpy where torch is not loaded (`ragkv.util.plugins.torch_if_loaded`). Then each
+        or an array of numpy where torch is not loaded (`ragkv.util.lazy.torch_if_loaded`). Then each
         sequence's `position` and own length count the new tokens; if it raises, no sequence counts any.
         """
 
