@@ -39,7 +39,7 @@ from ragkv.cli.options import (
     user_file,
     wait,
 )
-from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, PromptConfig, build_config, load_config
+from ragkv.config import CONFIG_FILE, NONE, VLLM, IndexConfig, IngestConfig, PromptConfig, build_config, load_config
 from ragkv.errors import ConfigError, IngestError, StoreBusyError, StoreFullError, UsageError
 from ragkv.util.files import parse_toml
 
@@ -183,6 +183,14 @@ def ingest(
             metavar="ADDRESS",
         ),
     ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            help="The vLLM server that encodes the chunks, for --runtime vllm (docs/vllm.md).",
+            envvar="RAGKV_VLLM",
+            metavar="URL",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and ingest what changes in the folders until Ctrl-C.")
     ] = False,
@@ -228,11 +236,13 @@ def ingest(
         if not dry_run or as_json:
             raise UsageError("--verbose prints texts, with --dry-run and without --json.")
         _print_texts(sources, index)
+    by_vllm = VLLM in (settings.get("executor"), _kept(index, "executor"))
+    opening = {"device": device, "runtime": (VLLM, vllm) if by_vllm and vllm else None}
     if dry_run:
-        report = _preview(sources, index, settings, device, prune=prune)
+        report = _preview(sources, index, settings, opening, prune=prune)
     else:
         new = not (index / CONFIG_FILE).exists()
-        with _index(index, settings, device, sources, quiet=quiet) as rag:
+        with _index(index, settings, opening, sources, quiet=quiet) as rag:
             from ragkv.index.ingestion import ingest_note, ray_maker, remember
 
             own = None if quiet else ingest_note(rag.config, rag.store, sources)
@@ -430,7 +440,7 @@ def _print_texts(sources: Sequence[Path | SourceFile], index: Path) -> None:
 
 
 def _preview(
-    sources: Sequence[Path | SourceFile], index: Path, settings: Mapping[str, Any], device: str | None, *, prune: bool
+    sources: Sequence[Path | SourceFile], index: Path, settings: Mapping[str, Any], opening: Any, *, prune: bool
 ) -> IngestReport:
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.index.create import check_engines, new_config, require_vacant
@@ -441,8 +451,8 @@ def _preview(
 
     if (index / CONFIG_FILE).exists() and not _may_be_replaced(index, settings):
         _require_same(index, settings)
-        with RagKV.open(index, device=device, readonly=True) as rag:
-            check_device(rag.config, device)
+        with RagKV.open(index, readonly=True, **opening) as rag:
+            check_device(rag.config, opening["device"])
             return rag.ingest(*sources, prune=prune, dry_run=True)
     if not (index / CONFIG_FILE).exists():
         require_vacant(index)
@@ -450,7 +460,7 @@ def _preview(
     if "model" not in chosen:
         chosen["model"] = default_model(sources)
     config = new_config(chosen)
-    check_device(config, device)
+    check_device(config, opening["device"])
     check_encoders(config)
     check_engines(config)
     return preview(None, "", sources, prune=prune, limits=_limits(index))
@@ -484,7 +494,7 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
 
 @contextmanager
 def _index(
-    folder: Path, settings: Mapping[str, Any], device: str | None, sources: Sequence[Path | SourceFile], *, quiet: bool
+    folder: Path, settings: Mapping[str, Any], opening: Any, sources: Sequence[Path | SourceFile], *, quiet: bool
 ) -> Iterator[RagKV]:
     """The index at `folder`, made if there is none. Settings that contradict an existing index are refused.
 
@@ -505,7 +515,7 @@ def _index(
             chosen["model"] = default_model(sources)
         rollback = CreationRollback(folder)
         try:
-            new_index = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
+            new_index = RagKV.create(folder, replace_empty=not new, **opening, **chosen)
         except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists() or (not new and _may_be_replaced(folder, settings)):
                 raise
@@ -522,7 +532,7 @@ def _index(
                 raise
             return
     _require_same(folder, settings)
-    with RagKV.open(folder, device=device, readonly=False) as rag:
+    with RagKV.open(folder, readonly=False, **opening) as rag:
         yield rag
 
 

@@ -105,6 +105,9 @@ def require_values(command: Any) -> Any:
 
     def parse_args(ctx: Any, args: list[str]) -> Any:
         words = args[: args.index("--")] if "--" in args else args
+        if "--vllm" in taking and ["--runtime", "vllm"] in ([*pair] for pair in pairwise(words[:-1])):
+            at = words.index("vllm") + 1  # `--runtime vllm URL`, as of serve
+            args = [*args[:at], "--vllm", *args[at:]]
         for word, value in pairwise(words):
             if word in taking and value in flags and word.startswith("-"):
                 raise UsageError(f"Option '{word}' requires an argument; see {ctx.command_path} --help.")

@@ -840,6 +840,8 @@ def encode_identities(
     `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none.
     """
     encoded: dict[KVIdentity, ChunkKV] = {}
+    if identities and (elsewhere := getattr(model, "encode_identities", None)) is not None:  # by vLLM
+        return cast("dict[KVIdentity, ChunkKV]", elsewhere(identities))
     for encoding in sorted({identity.encoding for identity in identities}):
         group = [identity for identity in identities if identity.encoding is encoding]
         before = prefix() if group[0].position else None

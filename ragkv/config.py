@@ -59,8 +59,8 @@ NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
     {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
 )
 """The kinds of vectors that a mode needs."""
-TRANSFORMERS, LLAMA_CPP = "transformers", "llama-cpp"
-"""The runtimes (docs/llama-cpp.md)."""
+TRANSFORMERS, LLAMA_CPP, VLLM = "transformers", "llama-cpp", "vllm"
+"""The runtimes (docs/llama-cpp.md, docs/vllm.md)."""
 NONE = "none"
 """The embedder of an index without vectors, and the reranker of one without a reranker."""
 MODELS = ("model", "embedder", "reranker")
@@ -246,9 +246,9 @@ class IndexConfig:
         Option("auto, float32, bfloat16, float16 or int8 (weights; a processor).", unset="auto", doors=_PLAN),
     ] = "auto"
     executor: Annotated[
-        Literal["transformers", "llama-cpp"],
+        Literal["transformers", "llama-cpp", "vllm"],
         Option(
-            "What runs the model: transformers, or llama-cpp, which runs a .gguf file at its own size.",
+            "What runs the model: transformers, llama-cpp, which runs a .gguf file at its own size, or vllm URL.",
             unset="llama-cpp for a .gguf file where llama-cpp-python is installed",
             flag="--runtime",
             doors=_INGEST,

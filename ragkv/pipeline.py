@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ragkv.config import History, IndexConfig, RuntimeConfig, one_of
+from ragkv.config import VLLM, History, IndexConfig, RuntimeConfig, one_of
 from ragkv.errors import IngestError, UnsupportedModelError, UsageError
 from ragkv.index.answer import AnswerStream, IndexBackend, sources_of, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
@@ -59,6 +59,14 @@ __all__ = [
 OnProgress = Callable[[IngestProgress], None]
 
 
+def _vllm(runtime: tuple[str, str] | None) -> str | None:
+    """The URL of a runtime; ConfigError for one that has none."""
+    if runtime is None:
+        return None
+    one_of("runtime", runtime[0], (VLLM,))
+    return runtime[1]
+
+
 @contextmanager
 def ingest_bar(notify: OnProgress | None, *, show: bool) -> Iterator[OnProgress | None]:
     """Yields `notify`; with `show`, a callback that also draws a bar, on stderr or as a notebook widget."""
@@ -104,6 +112,7 @@ class RagKV:
         device: str | None = None,
         replace_empty: bool = False,
         load: bool = True,
+        runtime: tuple[str, str] | None = None,
         **settings: Any,
     ) -> Self:
         """Make an index; `settings` are the fields of `IndexConfig` (`model="mini"`, `chunk_tokens=…`, `codec=…`).
@@ -114,11 +123,15 @@ class RagKV:
 
         Model, embedder and reranker are loaded before anything is written, so that a mistyped name leaves nothing
         behind; with `load` False they are loaded at the first use. With `replace_empty`, an index without documents is
-        made again; its prompt, decoding, limits and memory budget stay unless `settings` change them. Raises
-        ConfigError if the folder holds something else, ModelLoadError or UnsupportedModelError if a model cannot be
-        used.
+        made again; its prompt, decoding, limits and memory budget stay unless `settings` change them.
+
+        `runtime=("vllm", URL)`: a vLLM server encodes the chunks, and answers (docs/vllm.md). Raises ConfigError if the
+        folder holds something else, ModelLoadError or UnsupportedModelError if a model cannot be used.
         """
-        made = create_index(Path(index), settings, device=device, replace_empty=replace_empty, load=load)
+        vllm = _vllm(runtime)
+        if vllm is not None:
+            settings["executor"] = VLLM
+        made = create_index(Path(index), settings, device=device, replace_empty=replace_empty, load=load, vllm=vllm)
         return cls(made)
 
     @classmethod
@@ -142,14 +155,11 @@ class RagKV:
 
         `runtime=("vllm", URL)`: a vLLM server with `ragkv.integrations.vllm.RagKVConnector` answers (docs/vllm.md).
         """
-        if runtime is not None:
-            one_of("runtime", runtime[0], ("vllm",))
         limits = RuntimeConfig(
             batch_tokens="auto" if batch_tokens is None else batch_tokens,
             max_sequences="auto" if max_sequences is None else max_sequences,
         )
-        vllm = None if runtime is None else runtime[1]
-        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits, vllm=vllm))
+        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits, vllm=_vllm(runtime)))
 
     def close(self) -> None:
         """Cancel running answers and close the store. The model is freed with the object."""

@@ -19,6 +19,7 @@ from ragkv.config import (
     LLAMA_CPP,
     MODELS,
     NEW_CONFIG_FILE,
+    VLLM,
     IndexConfig,
     RuntimeConfig,
     build_tables,
@@ -26,7 +27,14 @@ from ragkv.config import (
     save_config,
 )
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
-from ragkv.index.index import Index, check_names, load_models, retrieval_defaults, validate_vectors
+from ragkv.index.index import (
+    Index,
+    check_names,
+    load_models,
+    require_vllm,
+    retrieval_defaults,
+    validate_vectors,
+)
 from ragkv.model.checkpoint import MINI, Checkpoint, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
@@ -92,11 +100,13 @@ def create_index(
     device: str | None = None,
     replace_empty: bool = False,
     load: bool = True,
+    vllm: str | None = None,
 ) -> Index:
     """Create an index at `folder`, which must be new or empty, or a remainder of an interrupted `create_index`.
 
     With `replace_empty`, an index without documents is replaced. With `load` False, models load at their first use.
-    Engines that the model cannot run exactly are left out unless `settings` name them.
+    Engines that the model cannot run exactly are left out unless `settings` name them. `vllm` is the URL of the vLLM
+    server that encodes, for `executor="vllm"`.
 
     Raises ConfigError if the folder holds something else, and ModelLoadError or UnsupportedModelError for the models.
     """
@@ -114,6 +124,13 @@ def create_index(
     check_engines(config)
     codec = codec_from_config({"id": config.codec})
     config = validate_vectors(config, fetch=load)
+    if config.executor == VLLM:
+        from ragkv.runtime.vllm import VLLMServer, require_engine
+
+        for name in {*config.engines, config.default_engine}:
+            require_engine(name)
+        _ = VLLMServer(require_vllm(vllm)).connector  # so that one that does not answer is seen now
+        load = False
     loaded = load_models(config, device) if load else None
     if loaded is not None:
         config = _fitting(config, settings, loaded[0])
@@ -134,7 +151,7 @@ def create_index(
         if not (folder / CONFIG_FILE).exists():  # otherwise it belongs to another process
             rollback.remove()
         raise
-    return Index(folder, config, store, device=device, loaded=loaded)
+    return Index(folder, config, store, device=device, loaded=loaded, vllm=vllm)
 
 
 def open_index(
@@ -185,13 +202,15 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     model = settings.get("model", MINI)
     checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses other types below
     recommended = {} if checkpoint is None else checkpoint.recommended
-    defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
+    defaults: dict[str, Any] = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
     engines = settings.get("engines")
     if isinstance(engines, list | tuple) and engines and defaults["default_engine"] not in engines:
         defaults["default_engine"] = engines[0]
     defaults |= {name: recommended[name] for name in ("chunk_tokens", "top_k") if name in recommended}
     if checkpoint is not None and _by_llama_cpp(checkpoint, settings):
         defaults["executor"] = LLAMA_CPP
+    if settings.get("executor") == VLLM:
+        defaults |= {"engines": ("block",), "default_engine": "block"}
     config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
     if checkpoint is None:
         return config

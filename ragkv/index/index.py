@@ -30,7 +30,9 @@ from ragkv.config import (
     MODES,
     NEEDED,
     NONE,
+    TRANSFORMERS,
     VECTORS,
+    VLLM,
     IndexConfig,
     Mode,
     RuntimeConfig,
@@ -396,6 +398,19 @@ def fingerprint_of(config: IndexConfig, device: str | None, revision: Callable[[
     return checkpoint.fingerprint(config.dtype, None if checkpoint.local else revision(), device=device)
 
 
+VLLM_VARIABLE = "RAGKV_VLLM"
+"""The URL of the vLLM server for indexes that vLLM encodes."""
+
+
+def require_vllm(url: str | None) -> str:
+    """UsageError without a URL."""
+    if url is None:
+        raise UsageError(
+            f"vLLM encodes this index: name its server with --runtime vllm URL, or in the variable {VLLM_VARIABLE}."
+        )
+    return url
+
+
 MEMORY_VARIABLE = "RAGKV_MEMORY_BUDGET"
 _CAP = 8 << 30
 
@@ -625,7 +640,7 @@ class Index:
         self._threads: set[threading.Thread] = set()
         self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
         """How many questions are answered at a time."""
-        self.vllm = vllm
+        self.vllm = vllm or (os.environ.get(VLLM_VARIABLE) if config.executor == VLLM else None)
         self._runtime: Runtime | None = None
         self._tiers: SharedTiers | None = None
         self._collection: QdrantCollection | None = None
@@ -687,10 +702,13 @@ class Index:
             return model
 
         with self._lock:
-            if self._model is None and self.vllm is not None:
-                from ragkv.runtime.vllm import ServedModel
+            if self._model is None and (self.vllm is not None or self.config.executor == VLLM):
+                from ragkv.runtime.vllm import EncodingServer, ServedModel, VLLMServer
 
-                self._model = cast("LanguageModel", ServedModel(resolve(self.config.model), load))
+                checkpoint, model = resolve(self.config.model), None
+                if self.config.executor == VLLM:
+                    model = EncodingServer(checkpoint, VLLMServer(require_vllm(self.vllm)), self.derived)
+                self._model = cast("LanguageModel", model or ServedModel(checkpoint, load))
             self._model = self._model or load()
             return self._model
 
@@ -780,13 +798,16 @@ class Index:
     @cached_property
     def fingerprint(self) -> str:
         """The model's current fingerprint; a local checkpoint is hashed without loading it."""
+        if self.config.executor == VLLM:
+            return cast("str", self.model.fingerprint)  # type: ignore[attr-defined]
         return fingerprint_of(self.config, self.device, lambda: self.model.revision)
 
     @cached_property
     def cut_by(self) -> str:
-        """The fingerprint of what cuts texts into tokens, which another build of llama.cpp does in the same way."""
-        if self.config.executor == LLAMA_CPP:
-            return resolve(self.config.model).fingerprint_of(LLAMA_CPP)
+        """The fingerprint of what cuts texts into tokens; another build of llama.cpp or vLLM cuts in the same way."""
+        if self.config.executor != TRANSFORMERS:
+            revision = self.model.revision if self.config.executor == VLLM else None
+            return resolve(self.config.model).fingerprint_of(self.config.executor, revision)
         return self.fingerprint
 
     @cached_property

@@ -27,6 +27,7 @@ from ragkv.config import CONFIG_FILE, NONE, IndexConfig, byte_count, load_config
 from ragkv.errors import ConfigError, RagkvError, StoreError, UsageError, extra
 from ragkv.index.create import open_index
 from ragkv.index.index import Index, check_names, validate_vectors
+from ragkv.index.kv_source import KVSource
 from ragkv.index.search import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, MadeDocument, Make, ParseLimits, Skipped
 from ragkv.ingest.sandbox import SourceReader
@@ -86,6 +87,8 @@ def run_ingest(
         index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
+    if report.kv_encoded and index.encodings:
+        KVSource(index).prefix()  # which every question reads
     index.record_provenance()
     finder.catch_up(notify=follow)
     report.seconds = report.seconds if last is None else last.seconds

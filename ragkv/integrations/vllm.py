@@ -9,20 +9,24 @@ those of its prompt, so a record that does not belong to these very tokens canno
 its `cache_salt` is that of model, engine and index: vLLM keeps the KV in its prefix cache, where no other request may
 meet it. What cannot be read is computed by vLLM.
 
-Nothing is served before a request with `mode` "prove" was compared with vLLM's own prefill.
+Two kinds of request are prefilled by vLLM, and what it computes is noted: with `mode` "prove" it is compared with the
+records, with "encode" it is handed out, for an ingest. Only who names the connector's `regime` is served, which the
+answer to a proof tells; it holds as long as everything that changes vLLM's numbers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ragkv.config import load_config
@@ -40,12 +44,13 @@ if TYPE_CHECKING:
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorWorkerMetadata,
     )
 except ImportError:  # without vLLM the module can be imported, as `ragkv.integrations` says, and nothing is connected
-    KVConnectorBase_V1 = KVConnectorMetadata = KVConnectorWorkerMetadata = object
+    KVConnectorBase_V1 = KVConnectorMetadata = KVConnectorWorkerMetadata = KVConnectorHandshakeMetadata = object
     KVConnectorRole = None
 
 logger = logging.getLogger(f"vllm.{__name__}")  # under vLLM's own logger, which prints it
@@ -64,13 +69,17 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class BlockRange:
-    """Where a request's KV goes: tokens `start:stop` of the prompt, and all of the request's blocks so far."""
+    """Where a request's KV lies: tokens `start:stop` of the prompt, and all of the request's blocks so far.
+
+    `result` is the file, without the rank, for the KV of a request with `mode` "encode".
+    """
 
     request: str
     parts: tuple[Part, ...]
-    start: int
-    stop: int
-    blocks: list[int]
+    start: int = 0
+    stop: int = 0
+    blocks: list[int] = field(default_factory=list)
+    result: Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,14 +96,21 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class Verdicts(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Model's fingerprint -> why its stored KV is refused; "" if it is proved."""
+class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Request -> why its records are refused, or its KV is not handed out; "" if all is well."""
 
     of: dict[str, str]
 
-    def aggregate(self, other: Verdicts) -> Verdicts:
+    def aggregate(self, other: Reports) -> Reports:
         """Those of two ranks: each must be content."""
-        return Verdicts({model: self.of.get(model, "") or other.of.get(model, "") for model in {**self.of, **other.of}})
+        return Reports({name: self.of.get(name, "") or other.of.get(name, "") for name in {**self.of, **other.of}})
+
+
+@dataclass(slots=True)
+class WorkerBackend(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker tells the scheduler when vLLM starts."""
+
+    attention: str
 
 
 def head_slice(heads: int, rank: int, ranks: int) -> slice:
@@ -124,38 +140,58 @@ def refuse_unproved(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 class RecordReader:
-    """Records of an index, or of the tiers that a `ragkv.toml` names. Never raises for what cannot be read."""
+    """Records of an index, or of the tiers that a `ragkv.toml` names. The index may be made, or replaced, later."""
 
     def __init__(self, place: str) -> None:
-        folder = Path(place).expanduser()
-        self.config = load_config(folder.parent if folder.is_file() else folder)
-        codec = codec_from_config({"id": self.config.codec})
-        self._store = None if folder.is_file() else Store.open(folder, readonly=True, codec=codec)
-        self._tiers = SharedTiers(self.config.tiers, codec) if self.config.tiers else None
-        if self._store is None and self._tiers is None:
+        path = Path(place).expanduser()
+        self.folder = None if path.is_file() else path
+        self._config_folder = path.parent if path.is_file() else path
+        self._store: Store | None = None
+        self._tiers: SharedTiers | None = None
+        self._dtype: str | None = None
+        if self.folder is None and not load_config(self._config_folder).tiers:
             raise UnsupportedModelError(f"{place} names no [[tiers]]: give RagKVConnector the folder of an index.")
+
+    def open(self) -> str:
+        """Open what is not open yet; returns the index's dtype. RagkvError if there is no index."""
+        if self._store is not None and not self._store.in_place:  # deleted, and perhaps made again
+            self.close()
+        if self._dtype is None:
+            config = load_config(self._config_folder)
+            codec = codec_from_config({"id": config.codec})
+            if self.folder is not None:
+                self._store = Store.open(self.folder, readonly=True, codec=codec)
+            self._tiers = SharedTiers(config.tiers, codec) if config.tiers else None
+            self._dtype = config.dtype
+        return self._dtype
 
     def may_have(self, identities: Sequence[KVIdentity]) -> bool:
         """Whether all of them are stored, or may lie in a tier."""
-        if self._tiers is not None or self._store is None:
-            return True
         try:
+            self.open()
+            if self._tiers is not None or self._store is None:
+                return True
             return self._store.has_many(identities) == set(identities)
         except RagkvError as error:
             logger.warning("%s", error)
             return False
 
-    def read(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+    def read(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
+        """RagkvError unless all can be read."""
+        self.open()
         kvs = {} if self._store is None else self._store.get_many(identities)
         missing = [identity for identity in identities if identity not in kvs]
         if missing and self._tiers is not None:
             kvs |= {identity: kv for identity, (_, kv) in self._tiers.fetch(missing).items()}
-        return kvs
+        if missing := [identity for identity in identities if identity not in kvs]:
+            raise RagkvError(f"{len(missing)} of {len(identities)} records cannot be read")
+        return [kvs[identity] for identity in identities]
 
     def close(self) -> None:
         for each in (self._store, self._tiers):
             if each is not None:
                 each.close()
+        self._store = self._tiers = self._dtype = None
 
 
 class Recorder:
@@ -163,7 +199,7 @@ class Recorder:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._taken: dict[str, dict[int, list[Tensor]]] = {}
+        self._taken: dict[str, dict[int, Tensor]] = {}
         self._impls: list[Any] = []
 
     def begin(self, notes: Sequence[BlockRange], layers: Mapping[int, Any]) -> None:
@@ -172,30 +208,20 @@ class Recorder:
             layer.impl.do_kv_cache_update = partial(self._update, layer.impl.do_kv_cache_update, notes, number)
             self._impls.append(layer.impl)
 
-    def _update(
-        self,
-        write: Callable[..., None],
-        notes: Sequence[BlockRange],
-        number: int,
-        layer: Any,
-        key: Tensor,
-        value: Tensor,
-        cache: Any,
-        slots: Tensor,
-    ) -> None:
-        write(layer, key, value, cache, slots)
+    def _update(self, write: Any, notes: Any, number: int, layer: Any, key: Any, value: Any, *where: Any) -> None:
+        write(layer, key, value, *where)
+        slots: Tensor = where[-1][: len(key)]
         for note in notes:
-            rows = (
-                (slots[None, : len(key)] == slots_of(note, self._block_size).to(slots.device)[:, None]).int().argmax(1)
-            )
-            whole = self._taken.setdefault(note.request, {}).setdefault(
-                number, [torch.zeros((note.tokens, *t.shape[1:]), dtype=t.dtype) for t in (key, value)]
-            )
-            for kept, new in zip(whole, (key, value), strict=True):
-                kept[note.start : note.stop] = new[rows].cpu()
+            mine = slots_of(note, self._block_size).to(slots.device)
+            token, row = (mine[:, None] == slots[None]).nonzero(as_tuple=True)
+            layers = self._taken.setdefault(note.request, {})
+            if number not in layers:  # what is not computed stays NaN
+                layers[number] = torch.full((2, note.tokens, *key.shape[1:]), torch.nan, dtype=key.dtype)
+            for whole, new in zip(layers[number], (key, value), strict=True):
+                whole[note.start + token.cpu()] = new[row].cpu()
 
-    def end(self, notes: Sequence[BlockRange]) -> list[tuple[BlockRange, dict[int, list[Tensor]]]]:
-        """The requests of which all tokens are noted now: layer -> keys and values `(tokens, heads, dim)`."""
+    def end(self, notes: Sequence[BlockRange]) -> list[tuple[BlockRange, dict[int, Tensor]]]:
+        """The requests whose last token is noted now, with keys and values `(2, tokens, heads, head_dim)` by layer."""
         while self._impls:
             del self._impls.pop().do_kv_cache_update  # the class's own again
         return [(note, self._taken.pop(note.request, {})) for note in notes if note.stop == note.tokens]
@@ -213,26 +239,28 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         refuse_unproved(vllm_config, kv_cache_config)
-        transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+        transfer, self._model = vllm_config.kv_transfer_config, vllm_config.model_config
         transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this
-        self._vllm_config = vllm_config
+        self._vllm_config, parallel = vllm_config, vllm_config.parallel_config
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         place = transfer.kv_connector_extra_config.get("index")
         if not isinstance(place, str):
             raise UnsupportedModelError('RagKVConnector needs kv_connector_extra_config {"index": "FOLDER"}.')
         self._reader = RecordReader(place)
-        self._config = model.hf_text_config
-        refuse_by_name(model.model, self._config)
-        if getattr(self._config, "no_rope_layers", None) or reach(self._config)[1]:
+        config = self._model.hf_text_config
+        refuse_by_name(self._model.model, config)
+        if getattr(config, "no_rope_layers", None) or reach(config)[1]:
             raise UnsupportedModelError(
-                f"RagKVConnector does not know how {model.model} rotates the keys of each layer."
+                f"RagKVConnector does not know how {self._model.model} rotates the keys of each layer."
             )
-        self._rotary = rotary_of(self._config)
+        self._rotary, self._kv_heads, self._head_dim = rotary_of(config), config.num_key_value_heads, head_dim(config)
+        self._ranks = parallel.tensor_parallel_size
+        self._rank = parallel.rank % self._ranks
         # of the scheduler
-        self._served = _fingerprints(model, self._reader.config.dtype) if role == KVConnectorRole.SCHEDULER else set()
+        self._regime = ""
         self._step = StepWork()
         self._noting: dict[str, BlockRange] = {}
-        self._verdicts: dict[str, str] = {}
+        self._reports: dict[str, str] = {}
         self._loaded: dict[str, int] = {}
         # of a worker
         self._recorder = Recorder(self._block_size)
@@ -246,33 +274,37 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # the scheduler
 
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerBackend]) -> None:
+        """At the start: now everything that changes vLLM's numbers is known."""
+        import vllm
+
+        names, model = sorted({each.attention for each in metadata.values()}), self._model
+        cache = self._vllm_config.cache_config.cache_dtype
+        self._regime = f"vllm:{vllm.__version__}:{'+'.join(names)}:{model.quantization}:{model.dtype}:{cache}"
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        reads = self._reads(request)
-        if reads is None or reads.mode or self._verdicts.get(reads.model) != "":
+        reads, parts = self._reads(request)
+        if reads is None or reads.mode or not self._reader.may_have([part.identity for part in parts]):
             return 0, False
-        if not self._reader.may_have([part.identity for part in parts_of(reads, request.prompt_token_ids)]):
-            return 0, False
-        whole = min(reads.tokens, request.num_tokens - 1) // self._block_size * self._block_size
-        return max(0, whole - num_computed_tokens), False
+        return max(0, self._whole(reads, request) - num_computed_tokens), False
+
+    def _whole(self, reads: ChunkReads, request: Any) -> int:
+        """Tokens in whole blocks that may be loaded; the last token is computed, because its logits are wanted."""
+        whole: int = min(reads.tokens, request.num_tokens - 1) // self._block_size * self._block_size
+        return whole
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        reads = self._reads(request)
+        reads, parts = self._reads(request)
         if reads is None:
             return
-        name, parts = request.request_id, parts_of(reads, request.prompt_token_ids)
+        work = BlockRange(request=request.request_id, parts=parts)
         if reads.mode:
-            self._noting[name] = BlockRange(request=name, parts=parts, start=0, stop=0, blocks=[])
+            work.result = self._result(reads, request.cache_salt)
+            self._noting[work.request] = work
         elif num_external_tokens:
-            stop = min(reads.tokens, request.num_tokens - 1) // self._block_size * self._block_size
-            work = BlockRange(
-                request=name,
-                parts=parts,
-                start=stop - num_external_tokens,
-                stop=stop,
-                blocks=list(blocks.get_block_ids()[0]),
-            )
+            work.stop = self._loaded[work.request] = self._whole(reads, request)
+            work.start, work.blocks = work.stop - num_external_tokens, list(blocks.get_block_ids()[0])
             self._step.loads.append(work)
-            self._loaded[name] = stop
 
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         step, self._step = self._step, StepWork()
@@ -291,29 +323,53 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, Verdicts):
-            self._verdicts |= connector_output.kv_connector_worker_meta.of
+        if isinstance(connector_output.kv_connector_worker_meta, Reports):
+            self._reports |= connector_output.kv_connector_worker_meta.of
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._noting.pop(request.request_id, None)
-        loaded, reads = self._loaded.pop(request.request_id, 0), self._reads(request)
-        if reads is None:
+        name = request.request_id
+        self._noting.pop(name, None)
+        loaded, report = self._loaded.pop(name, 0), self._reports.pop(name, None)
+        if PARAMS not in (request.kv_transfer_params or {}):
             return False, None
-        return False, {PARAMS: {"loaded": loaded, "verdict": self._verdicts.get(reads.model)}}
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        facts = {"regime": self._regime, "dtype": dtype, "ranks": self._ranks}
+        return False, {PARAMS: {**facts, "loaded": loaded, "report": report}}
 
-    def _reads(self, request: Any) -> ChunkReads | None:
-        """What a request may read: None unless it says so itself, and is salted for it."""
-        params = (request.kv_transfer_params or {}).get(PARAMS)
-        if params is None or request.lora_request is not None or not request.prompt_token_ids:
-            return None
+    def _reads(self, request: Any) -> tuple[ChunkReads | None, tuple[Part, ...]]:
+        """What a request may read, or wants to be noted: None unless it says so itself, and is salted for it."""
+        params, prompt = (request.kv_transfer_params or {}).get(PARAMS), request.prompt_token_ids
+        if not params or request.lora_request is not None or not prompt:
+            return None, ()
         try:
             reads = ChunkReads.of(params)
+            parts = _parts(reads, prompt)
         except (TypeError, ValueError, KeyError) as error:
             logger.warning("a request's kv_transfer_params[%r] are not read: %s", PARAMS, error)
+            return None, ()
+        if reads.mode == "encode":
+            allowed = self._result(reads, request.cache_salt) is not None
+        else:
+            salted = reads.regime == self._regime and request.cache_salt == salt_of(reads)
+            allowed = (salted or reads.mode == "prove") and self._serves(reads.model)
+        return (reads, parts) if allowed and 0 < reads.tokens <= len(prompt) else (None, ())
+
+    def _serves(self, fingerprint: str) -> bool:
+        """Whether it is vLLM's model, as vLLM encodes it or as ragkv does."""
+        try:
+            dtype = self._reader.open()
+        except RagkvError as error:
+            logger.warning("%s", error)
+            return False
+        revision = getattr(self._model.hf_config, "_commit_hash", None)
+        return fingerprint in _fingerprints(self._model.model, revision, self._regime, dtype)
+
+    def _result(self, reads: ChunkReads, salt: Any) -> Path | None:
+        """The file for KV that is handed out. Its folder is there already, with a name that only its maker knows."""
+        if not (re.fullmatch(r"vllm-\w+", reads.index, re.ASCII) and re.fullmatch("[0-9a-f]{32}", str(salt))):
             return None
-        if reads.model not in self._served or not 0 < reads.tokens <= len(request.prompt_token_ids):
-            return None
-        return reads if reads.mode or request.cache_salt == salt_of(reads) else None
+        folder = None if self._reader.folder is None else self._reader.folder / "derived" / reads.index
+        return folder / str(salt) if reads.mode == "encode" and folder is not None and folder.is_dir() else None
 
     # a worker
 
@@ -327,9 +383,10 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def _heads(self) -> slice:
-        parallel = self._vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
-        return head_slice(self._config.num_key_value_heads, parallel.rank % ranks, ranks)
+        return head_slice(self._kv_heads, self._rank, self._ranks)
+
+    def get_handshake_metadata(self) -> WorkerBackend:
+        return WorkerBackend("+".join(sorted({each.attn_backend.get_name() for each in self._layers.values()})))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -345,32 +402,32 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._failed.update(load.blocks[load.start // self._block_size : load.stop // self._block_size])
 
     def _load(self, load: BlockRange) -> None:
-        layers, kvs = self._layers, self._reader.read([part.identity for part in load.parts])
-        if missing := [part for part in load.parts if part.identity not in kvs]:
-            raise RagkvError(f"{len(missing)} of {len(load.parts)} records cannot be read")
-        placed = [(part, kvs[part.identity]) for part in load.parts]
-        for _, kv in placed:
-            self._require_shape(kv, len(layers))
+        layers = self._layers
+        placed = self._placed(load.parts, len(layers))
         device = next(iter(layers.values())).kv_cache.device
         slots = slots_of(load, self._block_size).to(device)
         moves = torch.cat([torch.full((kv.tokens,), part.start - kv.encoded_at) for part, kv in placed])
-        window, dtype = slice(load.start, load.stop), self._vllm_config.model_config.dtype
+        window = slice(load.start, load.stop)
         for number, layer in layers.items():
             key, value = (
                 torch.cat([of[number][self._heads] for of in tensors], 1)[:, window]
                 for tensors in ([kv.keys for _, kv in placed], [kv.values for _, kv in placed])
             )
             key = self._moved(key.to(device), number, moves[window].to(device))
-            rows = [rows.to(device, dtype).transpose(0, 1).contiguous() for rows in (key, value)]
+            rows = [rows.to(device, self._model.dtype).transpose(0, 1).contiguous() for rows in (key, value)]
             layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, slots)
+
+    def _placed(self, parts: Sequence[Part], layers: int) -> list[tuple[Part, ChunkKV]]:
+        """Parts with their records; RagkvError for one that cannot be read or has another shape."""
+        placed = list(zip(parts, self._reader.read([part.identity for part in parts]), strict=True))
+        for part, kv in placed:
+            shape = (self._kv_heads, part.identity.tokens, self._head_dim)
+            if kv.layers != layers or any(tuple(key.shape) != shape for key in (*kv.keys, *kv.values)):
+                raise RagkvError(f"a record has not {layers} layers of keys and values {shape}")
+        return placed
 
     def _moved(self, keys: Tensor, layer: int, moves: Tensor) -> Tensor:
         return self._rotary.rotate(keys[None], layer, moves[None])[0] if bool(moves.any()) else keys
-
-    def _require_shape(self, kv: ChunkKV, layers: int) -> None:
-        wanted = (self._config.num_key_value_heads, kv.tokens, head_dim(self._config))
-        if kv.layers != layers or any(tuple(key.shape) != wanted for key in (*kv.keys, *kv.values)):
-            raise RagkvError(f"a record has not {layers} layers of keys and values {wanted}")
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -384,54 +441,55 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         notes = self._get_connector_metadata().notes
-        for note, layers in self._recorder.end(notes) if notes else ():
-            model = note.parts[0].identity.model
+        for note, noted in self._recorder.end(notes) if notes else ():
             try:
-                self._news[model] = self._difference(note.parts, layers)
+                layers = torch.stack([kv for _, kv in sorted(noted.items())]).transpose(2, 3)
+                if not bool(layers.isfinite().all()):
+                    report = "vLLM did not compute all of the prompt"
+                else:
+                    report = self._difference(note, layers) if note.result is None else self._hand_out(note, layers)
             except Exception as error:
-                self._news[model] = f"they cannot be compared: {error}"
-            if self._news[model]:
-                logger.error("RagKVConnector refuses the stored chunks: %s", self._news[model])
+                report = f"they cannot be read or written: {error}"
+            self._news[note.request] = report
+            if report:
+                logger.error("RagKVConnector refuses a request: %s", report)
 
-    def _difference(self, parts: Sequence[Part], layers: Mapping[int, Sequence[Tensor]]) -> str:
-        """Why records are not what vLLM computes; "" if they are.
-
-        A part that was encoded after just the tokens before it must be equal in all layers. Of any other, the keys of
-        the first layer must be, because they depend on a token and its place alone: so moved keys are proved too.
-        """
-        kvs = self._reader.read([part.identity for part in parts])
-        if any(part.identity not in kvs for part in parts):
-            return "a record cannot be read"
-        before: tuple[int, ...] = ()
-        exact = self._vllm_config.model_config.dtype == torch.float32
-        for part in parts:
-            kv, identity = kvs[part.identity], part.identity
-            self._require_shape(kv, len(layers))
-            same = identity.prefix_ids == before
-            fine = exact and kv.dtype == torch.float32 and not kv.packed
-            for number in sorted(layers) if same else [min(layers)]:
-                for what, stored, computed in zip(
-                    ("keys", "values"), (kv.keys[number], kv.values[number]), layers[number], strict=True
-                ):
-                    mine = stored[self._heads]
-                    if what == "keys":
-                        mine = self._moved(mine, number, torch.full((kv.tokens,), part.start - kv.encoded_at))
-                    theirs = computed[part.start : part.start + kv.tokens].transpose(0, 1).float()
-                    far = float((mine.float() - theirs).norm() / theirs.norm())
-                    if not far <= LIMIT[fine]:
-                        return f"{what} of layer {number} differ from vLLM's own prefill by {far:.2g} of their length"
-            before += identity.chunk_ids
+    def _hand_out(self, note: BlockRange, layers: Tensor) -> str:
+        """Write this rank's heads of the prompt's KV."""
+        save_file({"kv": layers.contiguous()}, f"{note.result}-{self._rank}")
         return ""
 
-    def build_connector_worker_meta(self) -> Verdicts | None:
+    def _difference(self, note: BlockRange, layers: Tensor) -> str:
+        """Why records are not what vLLM computes; "" if they are.
+
+        A part that was encoded after just the tokens before it must be equal in all layers. Of any other, the first
+        layer must be, which depends on a token and its place alone: so moved keys are proved too.
+        """
+        before: tuple[int, ...] = ()
+        for part, kv in self._placed(note.parts, len(layers)):
+            fine = {self._model.dtype, kv.dtype} == {torch.float32} and not kv.packed
+            stop, same = part.start + kv.tokens, part.identity.prefix_ids == before
+            for number, computed in enumerate(layers if same else layers[:1]):
+                moves = torch.full((kv.tokens,), part.start - kv.encoded_at)
+                stored = self._moved(kv.keys[number][self._heads], number, moves), kv.values[number][self._heads]
+                for what, mine, theirs in zip(
+                    ("keys", "values"), stored, computed[:, :, part.start : stop], strict=True
+                ):
+                    far = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+                    if not far <= LIMIT[fine]:
+                        return f"{what} of layer {number} differ from vLLM's own prefill by {far:.2g} of their length"
+            before += part.identity.chunk_ids
+        return ""
+
+    def build_connector_worker_meta(self) -> Reports | None:
         news, self._news = self._news, {}
-        return Verdicts(news) if news else None
+        return Reports(news) if news else None
 
     def shutdown(self) -> None:
         self._reader.close()
 
 
-def parts_of(reads: ChunkReads, prompt: Sequence[int]) -> tuple[Part, ...]:
+def _parts(reads: ChunkReads, prompt: Sequence[int]) -> tuple[Part, ...]:
     """The records of a prompt's first tokens; their ids are the prompt's own."""
     parts, start = list[Part](), 0
     for encoding, tokens, before in reads.chunks:
@@ -442,8 +500,10 @@ def parts_of(reads: ChunkReads, prompt: Sequence[int]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _fingerprints(model: Any, dtype: str) -> set[str]:
-    """The fingerprints that the index may have given vLLM's model, on a processor or on this machine's device."""
-    checkpoint = resolve(model.model)
-    revision = None if checkpoint.local else getattr(model.hf_config, "_commit_hash", None)
-    return {checkpoint.fingerprint(dtype, revision, device=device) for device in ("cpu", None)}
+@cache
+def _fingerprints(model: str, revision: str | None, regime: str, dtype: str) -> set[str]:
+    """The fingerprints of vLLM's model: encoded by vLLM, and by ragkv on a processor or on this machine's device."""
+    checkpoint = resolve(model)
+    revision = None if checkpoint.local else revision
+    own = {checkpoint.fingerprint(dtype, revision, device=device) for device in ("cpu", None)}
+    return {checkpoint.fingerprint_of(regime, revision), *own}

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
+import tempfile
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from secrets import token_hex
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from ragkv.attention.kv import ChunkKV, dtype_name
 from ragkv.engines.base import Operation, Sample, require_supported
 from ragkv.errors import PromptTooLongError, RagkvError, UnsupportedModelError, UsageError
+from ragkv.model.attention_hook import head_dim
 from ragkv.model.language_model import eos_ids
 from ragkv.model.loading import describe_error, reach
 from ragkv.model.prompt import Tokens
@@ -28,7 +34,7 @@ from ragkv.runtime.decoding import Decoder, Generation
 from ragkv.runtime.runtime import Runtime
 from ragkv.runtime.scheduler import Ticket
 from ragkv.runtime.step import Job
-from ragkv.types import Encoding
+from ragkv.types import Encoding, KVShape, LayerShape
 from ragkv.util.constraints import JSON_LAYOUT
 
 if TYPE_CHECKING:
@@ -48,8 +54,9 @@ PARAMS = "ragkv"
 class ChunkReads:
     """What a prompt begins with: (encoding, tokens, ids that it saw before its own) of each stored chunk.
 
-    `model` is the model's fingerprint, `index` a name of the index. `mode` "prove" compares the records with what vLLM
-    computes instead of serving them.
+    `model` is the model's fingerprint, `index` a name of the index, `regime` the connector's, which was proved. `mode`
+    "prove" compares the records with what vLLM computes instead of serving them. "encode" hands out the KV of the
+    prompt, in the folder `index` within that of derived files.
     """
 
     model: str
@@ -57,6 +64,7 @@ class ChunkReads:
     index: str
     chunks: tuple[tuple[Encoding, int, tuple[int, ...]], ...]
     mode: str = ""
+    regime: str = ""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +73,7 @@ class ChunkReads:
     @classmethod
     def of(cls, params: Any) -> Self:
         """From JSON. Raises TypeError, ValueError or KeyError for anything else."""
-        texts = {name: params[name] for name in ("model", "engine", "index", "mode")}
+        texts = {name: params[name] for name in ("model", "engine", "index", "mode", "regime")}
         chunks = tuple((Encoding(encoding), tokens, tuple(before)) for encoding, tokens, before in params["chunks"])
         numbers = [number for _, tokens, before in chunks for number in (tokens - 1, *before)]
         if not all(type(text) is str for text in texts.values()) or not all(
@@ -91,6 +99,15 @@ def salt_of(reads: ChunkReads) -> str:
 ENGINES = ("block", "full", "single")
 _CONNECT_SECONDS, _READ_SECONDS = 10, 600
 _NO_SCORES = Sample(scores=torch.empty(0))
+
+
+def require_engine(name: str) -> None:
+    """UsageError for an engine that vLLM cannot run."""
+    if name not in ENGINES:
+        raise UsageError(
+            f"Engine {name!r} runs in ragkv's own runtime: leave --runtime vllm out, or use engine 'block', 'full' or "
+            "'single'."
+        )
 
 
 class ServedModel:
@@ -134,6 +151,64 @@ class ServedModel:
         return getattr(self._loaded, name)
 
 
+class EncodingServer(ServedModel):
+    """A model that vLLM runs for an index whose KV vLLM encodes, too. Nothing loads its weights here.
+
+    KV is handed out in files of a folder that is made in `derived`, where vLLM's connector has the index.
+    """
+
+    device = place = torch.device("cpu")
+
+    def __init__(self, checkpoint: Checkpoint, server: VLLMServer, derived: Path) -> None:
+        super().__init__(checkpoint, self._refuse)
+        self._server, self._derived = server, derived
+        self.fingerprint = checkpoint.fingerprint_of(server.connector["regime"], self.revision)
+        """The identity of its KV: the checkpoint, and vLLM's version, attention backend, quantisation and dtypes."""
+        heads, dim = self.config.num_key_value_heads, head_dim(self.config)
+        layers = (LayerShape(heads, dim, dim),) * self.config.num_hidden_layers
+        self.kv_shape = KVShape(server.connector["dtype"], layers)
+
+    def _refuse(self) -> LanguageModel:
+        raise UnsupportedModelError(
+            f"The index is encoded by vLLM, and this needs the weights of {self.checkpoint.name!r} here; use an index "
+            "that was ingested without --runtime vllm."
+        )
+
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: None = None) -> list[ChunkKV]:
+        """Chunk KV of token ids, each alone."""
+        return self._encode([(0, ids) for ids in chunks])
+
+    def encode_identities(self, identities: Sequence[Any]) -> dict[Any, ChunkKV]:
+        """The KV of these chunks, each after the tokens that it sees."""
+        prompts = [(each.position, (*each.prefix_ids, *each.chunk_ids)) for each in identities]
+        return dict(zip(identities, self._encode(prompts), strict=True))
+
+    def _encode(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[ChunkKV]:
+        """Their KV from a position on; vLLM batches them."""
+        self._derived.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="vllm-", dir=self._derived) as results, ThreadPoolExecutor(64) as pool:
+            return list(pool.map(partial(self._handed_out, Path(results)), prompts))
+
+    def _handed_out(self, results: Path, prompt: tuple[int, Sequence[int]]) -> ChunkKV:
+        from safetensors.torch import load_file
+
+        start, ids = prompt
+        whole = ((Encoding.STANDALONE, len(ids), ()),)
+        reads, name = ChunkReads(model="", engine="", index=results.name, chunks=whole, mode="encode"), token_hex(16)
+        report = self._server.prefill(ids, name, reads)
+        if report["report"] != "" or report["regime"] != self._server.connector["regime"]:
+            why = report["report"] or "it has been restarted with other settings, or has not this index's folder"
+            raise RagkvError(f"vLLM at {self._server.url} did not hand out the KV of a chunk: {why}.")
+        layers, ranks = self.kv_shape.layers, report["ranks"]
+        step = max(ranks // layers[0].kv_heads, 1)  # with fewer heads than ranks, several hold the same
+        kv = torch.cat([load_file(results / f"{name}-{rank}")["kv"] for rank in range(0, ranks, step)], 2)
+        shape = (len(layers), 2, layers[0].kv_heads, len(ids), layers[0].key_dim)
+        if kv.shape != shape or dtype_name(kv.dtype) != self.kv_shape.dtype:
+            raise RagkvError(f"vLLM at {self._server.url} handed out KV of shape {tuple(kv.shape)}, not {shape}.")
+        kv = kv[..., start:, :].clone()  # which does not keep the rest, or the file
+        return ChunkKV(keys=tuple(kv[:, 0]), values=tuple(kv[:, 1]), encoded_at=start)
+
+
 class VLLMServer:
     """A vLLM server by its URL. Raises RagkvError for what it answers, or does not."""
 
@@ -148,6 +223,8 @@ class VLLMServer:
         self._pool = urllib3.PoolManager(
             maxsize=64, timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS), retries=False
         )
+        self.state: str | None = None
+        """The server's version and settings by its last answer, which change if it is restarted with others."""
 
     def _response(self, path: str, body: Mapping[str, Any] | None) -> urllib3.BaseHTTPResponse:
         from urllib3.exceptions import HTTPError
@@ -174,6 +251,30 @@ class VLLMServer:
         except ValueError as error:
             raise RagkvError(f"{self.url} answers no JSON: it is no vLLM server.") from error
 
+    @cached_property
+    def served(self) -> Mapping[str, Any]:
+        served: Mapping[str, Any] = self.ask("/v1/models")["data"][0]
+        return served
+
+    @cached_property
+    def connector(self) -> Mapping[str, Any]:
+        """What RagKVConnector tells of itself: its `regime`, the KV's `dtype`, vLLM's `ranks`."""
+        return self.prefill([0], token_hex(16))
+
+    def prefill(self, ids: Sequence[int], salt: str, reads: ChunkReads | None = None) -> Mapping[str, Any]:
+        """What RagKVConnector reports of a prompt. UnsupportedModelError if vLLM runs without it."""
+        params = {PARAMS: None} if reads is None else reads.params
+        # the second token's step comes after the workers' reports
+        body = {"prompt": [*ids], "max_tokens": 2, "min_tokens": 2, "temperature": 0, "cache_salt": salt}
+        answer = self.ask("/v1/completions", {"model": self.served["id"], **body, "kv_transfer_params": params})
+        self.state = answer.get("system_fingerprint")
+        report: Mapping[str, Any] | None = (answer.get("kv_transfer_params") or {}).get(PARAMS)
+        if report is None:
+            raise UnsupportedModelError(
+                f"vLLM at {self.url} runs without RagKVConnector; start it as docs/vllm.md says, or use --engine full."
+            )
+        return report
+
     def tokens(
         self, body: Mapping[str, Any], opened: Callable[[urllib3.BaseHTTPResponse], object]
     ) -> Iterator[tuple[list[int], str | None]]:
@@ -190,6 +291,7 @@ class VLLMServer:
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
                     event = json.loads(line[6:])
+                    self.state = event.get("system_fingerprint") or self.state
                     if "error" in event:
                         raise RagkvError(f"vLLM at {self.url} ended the answer: {event['error'].get('message')}")
                     for choice in event["choices"]:
@@ -227,10 +329,12 @@ class VLLMRuntime(Runtime):
         super().__init__(model, executor=lambda model: SimpleNamespace(traits=traits, model=model))
         self._fingerprint, self._index = fingerprint, index
         self._server = VLLMServer(url)
-        served = self._server.ask("/v1/models")["data"][0]
-        self._name, self._positions = served["id"], served.get("max_model_len")
+        self._name, self._positions = self._server.served["id"], self._server.served.get("max_model_len")
         self._verdict_lock = threading.Lock()
-        self._proved = False
+        self._regime = ""
+        """The connector's, once it was proved."""
+        self._proved: str | None = None
+        """The server's state then."""
 
     def lease(self, sizes: Mapping[Hashable, int], **options: Any) -> Lease | None:
         """KV is in vLLM's memory, not here."""
@@ -240,11 +344,7 @@ class VLLMRuntime(Runtime):
         return super().try_lease({}, **options)
 
     def require(self, engine: Engine) -> None:
-        if engine.name not in ENGINES:
-            raise UsageError(
-                f"Engine {engine.name!r} runs in ragkv's own runtime: serve without --runtime vllm, or use engine "
-                "'block', 'full' or 'single'."
-            )
+        require_engine(engine.name)
         require_supported(engine, self.model)
         config = engine.config
         if engine.name == "block" and (config.preset == "no-positions" or self._sink(config.sink) != "prefix"):
@@ -263,7 +363,7 @@ class VLLMRuntime(Runtime):
         body = {"model": self._name, "prompt": ids, **self._choice(generation, len(ids))}
         if engine.reads is not None and ids:
             reads = self._reads(engine, request)
-            self._prove(reads, ids)
+            reads = replace(reads, regime=self.prove(reads, ids))
             body |= {"kv_transfer_params": reads.params, "cache_salt": salt_of(reads)}
         plain = replace(generation.decoding, schema=None, regex=None, grammar=None)  # vLLM holds the answer to them
         decoder = Decoder(self.model, replace(generation, decoding=plain))
@@ -354,26 +454,17 @@ class VLLMRuntime(Runtime):
     def _sink(self, sink: str) -> Any:
         return self.model.checkpoint.recommended.get("sink", "prefix") if sink == "auto" else sink
 
-    def _prove(self, reads: ChunkReads, ids: list[int]) -> None:
-        """UnsupportedModelError unless vLLM finds that the records of this prompt are what it computes itself."""
+    def prove(self, reads: ChunkReads, ids: Sequence[int]) -> str:
+        """The connector's regime. UnsupportedModelError unless vLLM finds that the records of a prompt are what it
+        computes itself.
+        """
         with self._verdict_lock:
-            if self._proved:
-                return
-            asked = replace(reads, mode="prove")
-            body = {"model": self._name, "prompt": ids, "max_tokens": 2, "min_tokens": 2, "temperature": 0}
-            salt = secrets.token_hex(16)
-            answer = self._server.ask(
-                "/v1/completions", {**body, "kv_transfer_params": asked.params, "cache_salt": salt}
-            )
-            report = (answer.get("kv_transfer_params") or {}).get(PARAMS)
-            if report is None:
-                raise UnsupportedModelError(
-                    f"vLLM at {self._server.url} runs without RagKVConnector for this index and model; start it as "
-                    "docs/vllm.md says, or use --engine full."
-                )
-            if report["verdict"] != "":
-                raise UnsupportedModelError(
-                    f"RagKVConnector of vLLM at {self._server.url} refuses the index: "
-                    f"{report['verdict'] or 'its chunks were not compared'}; ingest again, or use --engine full."
-                )
-            self._proved = True
+            if not self._regime or self._proved != self._server.state:
+                report = self._server.prefill(ids, token_hex(16), replace(reads, mode="prove"))
+                if report["report"] != "":
+                    raise UnsupportedModelError(
+                        f"RagKVConnector of vLLM at {self._server.url} refuses the index: "
+                        f"{report['report'] or 'it serves another model or index'}; ingest again, or use --engine full."
+                    )
+                self._regime, self._proved = report["regime"], self._server.state
+            return self._regime

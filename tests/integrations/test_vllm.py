@@ -68,7 +68,8 @@ class Backend:
 def connector_module(monkeypatch):
     """`ragkv.integrations.vllm` as it is where there is a vLLM."""
     base = ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.base")
-    base.KVConnectorBase_V1, base.KVConnectorMetadata, base.KVConnectorWorkerMetadata = Base, object, object
+    base.KVConnectorBase_V1 = Base
+    base.KVConnectorMetadata = base.KVConnectorWorkerMetadata = base.KVConnectorHandshakeMetadata = object
     base.KVConnectorRole = SimpleNamespace(SCHEDULER="scheduler", WORKER="worker")
     utils = ModuleType("vllm.model_executor.models.utils")
     utils.extract_layer_index = lambda name: int(name.split(".")[2])
@@ -79,6 +80,7 @@ def connector_module(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     monkeypatch.setitem(sys.modules, base.__name__, base)
+    sys.modules["vllm"].__version__ = "0.32.0"
     spec = importlib.util.find_spec("ragkv.integrations.vllm")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
@@ -98,7 +100,10 @@ class Asked(SimpleNamespace):
     """vLLM's request for a question, and what transformers' cache holds for its prompt."""
 
 
-def asked(rag, *, mode="", name="a", top_k=2):
+REGIME = "vllm:0.32.0:CPU_ATTN:None:torch.float32:auto"
+
+
+def asked(rag, *, mode="", name="a", top_k=2, regime=REGIME):
     engine = make_engine("block", rag.config.tuning)
     scored = rag.retrieve(QUESTION, top_k=top_k)[::-1]
     request, _ = rag.request(engine, QUESTION, scored)
@@ -112,6 +117,7 @@ def asked(rag, *, mode="", name="a", top_k=2):
         index="handbook",
         chunks=((Encoding.STANDALONE, len(request.prefix_ids), ()), *chunks),
         mode=mode,
+        regime=regime,
     )
     return Asked(
         request_id=name,
@@ -130,7 +136,9 @@ def configs(rag, *, rank=0, ranks=1, spec=None, **changes):
     heads = max(config.num_key_value_heads // ranks, 1)
     layers = {
         f"model.layers.{number}.self_attn.attn": SimpleNamespace(
-            impl=Backend(), kv_cache=torch.full((64, BLOCK, 2, heads, config.head_dim), torch.nan)
+            impl=Backend(),
+            attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"),
+            kv_cache=torch.full((64, BLOCK, 2, heads, config.head_dim), torch.nan),
         )
         for number in range(config.num_hidden_layers)
     }
@@ -139,7 +147,11 @@ def configs(rag, *, rank=0, ranks=1, spec=None, **changes):
             kv_connector_extra_config={"index": str(rag.folder)}, kv_load_failure_policy="fail"
         ),
         model_config=SimpleNamespace(
-            model=str(rag.model.checkpoint.location), dtype=torch.float32, hf_text_config=config, hf_config=config
+            model=str(rag.model.checkpoint.location),
+            dtype=torch.float32,
+            quantization=None,
+            hf_text_config=config,
+            hf_config=config,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, rank=rank),
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -154,7 +166,9 @@ def configs(rag, *, rank=0, ranks=1, spec=None, **changes):
 def pair(module, rag, **options):
     """The connector's two halves, as vLLM makes them."""
     vllm, cache = configs(rag, **options)
-    return tuple(module.RagKVConnector(vllm, role, cache) for role in ("scheduler", "worker")), vllm
+    scheduler, worker = (module.RagKVConnector(vllm, role, cache) for role in ("scheduler", "worker"))
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    return (scheduler, worker), vllm
 
 
 def scheduled(name, blocks=(), computed=0, tokens=0, *, cached=False):
@@ -202,7 +216,7 @@ def prove(rag, scheduler, worker, vllm, *, change=lambda layer, key, value: (key
         scheduler.update_connector_output(
             SimpleNamespace(kv_connector_worker_meta=worker.build_connector_worker_meta())
         )
-    return scheduler.request_finished(request, [])[1][PARAMS]["verdict"]
+    return scheduler.request_finished(request, [])[1][PARAMS]["report"]
 
 
 def _kv(value):
@@ -236,7 +250,6 @@ def test_the_connector_has_vllms_methods(connector_module):
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
 def test_whole_blocks_are_written_with_every_key_in_its_place(connector_module, rag, ranks, rank, computed):
     (scheduler, worker), vllm = pair(connector_module, rag, rank=rank, ranks=ranks)
-    scheduler._verdicts[rag.index.fingerprint] = ""
     request, blocks = asked(rag), torch.randperm(64)[:30].tolist()
     stop = load(scheduler, worker, request, blocks, computed)
     assert stop == request.reads.tokens // BLOCK * BLOCK > computed
@@ -266,12 +279,12 @@ def test_each_rank_holds_its_key_heads(connector_module, heads, ranks, slices):
     assert [(each.start, each.stop) for each in held] == slices
 
 
-def test_nothing_is_served_before_the_proof_or_after_it_failed(connector_module, rag):
+def test_only_the_regime_that_was_proved_is_served(connector_module, rag):
     (scheduler, worker), vllm = pair(connector_module, rag)
-    assert scheduler.get_num_new_matched_tokens(asked(rag), 0) == (0, False)
+    for regime in ("", REGIME.replace("float32", "bfloat16")):
+        assert scheduler.get_num_new_matched_tokens(asked(rag, regime=regime), 0) == (0, False)
     verdict = prove(rag, scheduler, worker, vllm, change=lambda layer, key, value: (key, value + 0.5 * (layer == 2)))
     assert "values of layer 2 differ from vLLM's own prefill" in verdict
-    assert scheduler.get_num_new_matched_tokens(asked(rag), 0) == (0, False)
     assert prove(rag, scheduler, worker, vllm) == ""
     assert scheduler.get_num_new_matched_tokens(asked(rag), 0)[0] > 0
 
@@ -312,6 +325,8 @@ def test_only_salted_requests_of_stored_chunks_are_served(rag, proved, change):
         {"chunks": []},
         {"chunks": [["standalone", 1 << 40, []]]},
         {"chunks": [["standalone", -1, []]]},
+        {"chunks": [["standalone", 5, [1]]]},
+        {"chunks": [["long", 5, [1]]]},
     ],
     ids=str,
 )
@@ -422,7 +437,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with Server({PARAMS: {"loaded": 0, "verdict": ""}}) as vllm:
+    with Server({PARAMS: {"loaded": 0, "report": "", "regime": REGIME}}) as vllm:
         thread = threading.Thread(target=vllm.serve_forever)
         thread.start()
         yield vllm
@@ -506,8 +521,8 @@ def test_what_vllm_cannot_do_is_refused(served, server, options, error, why):
     ("verdict", "why"),
     [
         (None, "runs without RagKVConnector"),
-        ({PARAMS: {"verdict": "keys of layer 1 differ"}}, "refuses the index: keys of layer 1 differ"),
-        ({PARAMS: {"verdict": None}}, "were not compared"),
+        ({PARAMS: {"report": "keys of layer 1 differ"}}, "refuses the index: keys of layer 1 differ"),
+        ({PARAMS: {"report": None}}, "serves another model or index"),
     ],
 )
 def test_a_server_that_does_not_prove_the_chunks_is_refused(served, server, verdict, why):
