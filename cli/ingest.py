@@ -237,7 +237,7 @@ def ingest(
             raise UsageError("--verbose prints texts, with --dry-run and without --json.")
         _print_texts(sources, index)
     by_vllm = VLLM in (settings.get("executor"), _kept(index, "executor"))
-    opening = {"device": device, "runtime": (VLLM, vllm) if by_vllm and vllm else None}
+    opening = {"device": device, "vllm": vllm if by_vllm else None}
     if dry_run:
         report = _preview(sources, index, settings, opening, prune=prune)
     else:
@@ -451,7 +451,7 @@ def _preview(
 
     if (index / CONFIG_FILE).exists() and not _may_be_replaced(index, settings):
         _require_same(index, settings)
-        with RagKV.open(index, readonly=True, **opening) as rag:
+        with RagKV.open(index, readonly=True, **_runtime(opening)) as rag:
             check_device(rag.config, opening["device"])
             return rag.ingest(*sources, prune=prune, dry_run=True)
     if not (index / CONFIG_FILE).exists():
@@ -532,8 +532,14 @@ def _index(
                 raise
             return
     _require_same(folder, settings)
-    with RagKV.open(folder, readonly=False, **opening) as rag:
+    with RagKV.open(folder, readonly=False, **_runtime(opening)) as rag:
         yield rag
+
+
+def _runtime(opening: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `RagKV.open` instead of those of `RagKV.create`."""
+    vllm = opening["vllm"]
+    return {"device": opening["device"], "runtime": None if vllm is None else (VLLM, vllm)}
 
 
 def _may_be_replaced(folder: Path, settings: Mapping[str, Any]) -> bool:

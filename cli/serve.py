@@ -303,7 +303,7 @@ def _load(
             note(f"loading {rag.config.model} for {name}")
         rag.model  # noqa: B018 - loaded now, so that the first question need not wait
         if opening["runtime"] is not None:
-            rag.index.runtime  # noqa: B018 - so that a server that does not answer is seen now
+            rag.prove_runtime()
     return indexes
 
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -59,14 +60,6 @@ __all__ = [
 OnProgress = Callable[[IngestProgress], None]
 
 
-def _vllm(runtime: tuple[str, str] | None) -> str | None:
-    """The URL of a runtime; ConfigError for one that has none."""
-    if runtime is None:
-        return None
-    one_of("runtime", runtime[0], (VLLM,))
-    return runtime[1]
-
-
 @contextmanager
 def ingest_bar(notify: OnProgress | None, *, show: bool) -> Iterator[OnProgress | None]:
     """Yields `notify`; with `show`, a callback that also draws a bar, on stderr or as a notebook widget."""
@@ -112,7 +105,7 @@ class RagKV:
         device: str | None = None,
         replace_empty: bool = False,
         load: bool = True,
-        runtime: tuple[str, str] | None = None,
+        vllm: str | None = None,
         **settings: Any,
     ) -> Self:
         """Make an index; `settings` are the fields of `IndexConfig` (`model="mini"`, `chunk_tokens=…`, `codec=…`).
@@ -125,10 +118,9 @@ class RagKV:
         behind; with `load` False they are loaded at the first use. With `replace_empty`, an index without documents is
         made again; its prompt, decoding, limits and memory budget stay unless `settings` change them.
 
-        `runtime=("vllm", URL)`: a vLLM server encodes the chunks, and answers (docs/vllm.md). Raises ConfigError if the
+        `vllm` is the URL of the vLLM server that encodes chunks, and answers (docs/vllm.md). Raises ConfigError if the
         folder holds something else, ModelLoadError or UnsupportedModelError if a model cannot be used.
         """
-        vllm = _vllm(runtime)
         if vllm is not None:
             settings["executor"] = VLLM
         made = create_index(Path(index), settings, device=device, replace_empty=replace_empty, load=load, vllm=vllm)
@@ -155,11 +147,14 @@ class RagKV:
 
         `runtime=("vllm", URL)`: a vLLM server with `ragkv.integrations.vllm.RagKVConnector` answers (docs/vllm.md).
         """
+        if runtime is not None:
+            one_of("runtime", runtime[0], (VLLM,))
         limits = RuntimeConfig(
             batch_tokens="auto" if batch_tokens is None else batch_tokens,
             max_sequences="auto" if max_sequences is None else max_sequences,
         )
-        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits, vllm=_vllm(runtime)))
+        vllm = None if runtime is None else runtime[1]
+        return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits, vllm=vllm))
 
     def close(self) -> None:
         """Cancel running answers and close the store. The model is freed with the object."""
@@ -395,6 +390,27 @@ class RagKV:
         """
         suffix = self.index.prompt.suffix_ids(self.model.tokens, question)
         return self.kv_source.request(engine, self.kv_source.plan(engine, scored), question, suffix)
+
+    def prove_runtime(self) -> None:
+        """Have vLLM compare stored chunks with what it computes now, instead of with the first question.
+
+        UnsupportedModelError if they differ. Without `runtime`, or if nothing is stored for `block`, it does nothing.
+        """
+        from ragkv.engines import make_engine
+        from ragkv.runtime.vllm import VLLMRuntime
+
+        engine = make_engine("block", self.config.tuning, context=self.config.encoding.context)
+        documents = islice(self.store.documents(), 2)
+        chunks = [next(self.store.chunks(stored.document.document_id), None) for stored in documents]
+        scored = [
+            ScoredChunk(chunk=chunk, source="", retrieval_score=0, rerank_score=None, score=0)
+            for chunk in chunks
+            if chunk is not None
+        ]
+        reads = self.kv_source.plan(engine, scored)
+        runtime = self.index.runtime
+        if isinstance(runtime, VLLMRuntime) and self.store.has_many(reads.identities) == {*reads.identities} != set():
+            runtime.prove(engine, self.request(engine, "", scored)[0])
 
     def generate_inputs(self, question: Asked, *, engine: str = "block", **options: Any) -> dict[str, Any]:
         """Arguments for the `generate` of any transformers model with these weights: `input_ids`, `attention_mask` and

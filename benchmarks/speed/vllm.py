@@ -143,13 +143,13 @@ def _measure(rag: RagKV, url: str, prompts: Sequence[Request], rounds: int, leng
 
 @contextmanager
 def vllm_server(
-    folder: Path, model: str | Path, index: Path, *options: str, python: str = sys.executable
+    folder: Path, model: str | Path, index: Path, *options: str, python: str = sys.executable, port: int = 0
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """vLLM's OpenAI server with the connector over an index: its URL, when it answers, and its process.
 
     It prints into `folder/vllm.log`. RagkvError if it ends instead.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("127.0.0.1", port)) as free:
         port = free.getsockname()[1]
     transfer = {
         "kv_connector": "RagKVConnector",

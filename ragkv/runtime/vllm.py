@@ -90,10 +90,8 @@ class ChunkReads:
 
 def salt_of(reads: ChunkReads) -> str:
     """The `cache_salt` without which the chunks are not served: vLLM's prefix cache keeps their KV under it."""
-    return (
-        "ragkv-"
-        + hashlib.blake2b(json.dumps([reads.model, reads.engine, reads.index]).encode(), digest_size=24).hexdigest()
-    )
+    names = json.dumps([reads.model, reads.engine, reads.index, reads.regime])
+    return "ragkv-" + hashlib.blake2b(names.encode(), digest_size=24).hexdigest()
 
 
 ENGINES = ("block", "full", "single")
@@ -363,7 +361,7 @@ class VLLMRuntime(Runtime):
         body = {"model": self._name, "prompt": ids, **self._choice(generation, len(ids))}
         if engine.reads is not None and ids:
             reads = self._reads(engine, request)
-            reads = replace(reads, regime=self.prove(reads, ids))
+            reads = replace(reads, regime=self._prove(reads, ids))
             body |= {"kv_transfer_params": reads.params, "cache_salt": salt_of(reads)}
         plain = replace(generation.decoding, schema=None, regex=None, grammar=None)  # vLLM holds the answer to them
         decoder = Decoder(self.model, replace(generation, decoding=plain))
@@ -454,10 +452,13 @@ class VLLMRuntime(Runtime):
     def _sink(self, sink: str) -> Any:
         return self.model.checkpoint.recommended.get("sink", "prefix") if sink == "auto" else sink
 
-    def prove(self, reads: ChunkReads, ids: Sequence[int]) -> str:
-        """The connector's regime. UnsupportedModelError unless vLLM finds that the records of a prompt are what it
-        computes itself.
-        """
+    def prove(self, engine: Engine, request: Request) -> None:
+        """UnsupportedModelError unless vLLM finds that the records of a request are what it computes itself."""
+        ids = [*request.prefix_ids, *(i for chunk in request.chunks for i in chunk.token_ids), *request.suffix_ids]
+        self._prove(self._reads(engine, request), ids)
+
+    def _prove(self, reads: ChunkReads, ids: Sequence[int]) -> str:
+        """The connector's regime, proved now if it is not yet."""
         with self._verdict_lock:
             if not self._regime or self._proved != self._server.state:
                 report = self._server.prefill(ids, token_hex(16), replace(reads, mode="prove"))

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from ragkv import RagKV
 from ragkv.engines import make_engine
 from ragkv.errors import RagkvError, UnsupportedModelError, UsageError
-from ragkv.runtime.vllm import PARAMS, ChunkReads, salt_of
+from ragkv.runtime.vllm import PARAMS, ChunkReads, EncodingServer, salt_of
 from ragkv.store import KVIdentity
 from ragkv.types import Encoding
 from ragkv.util.constraints import JSON_LAYOUT
@@ -217,6 +217,87 @@ def prove(rag, scheduler, worker, vllm, *, change=lambda layer, key, value: (key
             SimpleNamespace(kv_connector_worker_meta=worker.build_connector_worker_meta())
         )
     return scheduler.request_finished(request, [])[1][PARAMS]["report"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_vllm_hands_out_what_it_computes_for_an_ingest(connector_module, rag, tmp_path, ranks):
+    """A scheduler, and each rank with its heads; ragkv puts them together."""
+    workers = [pair(connector_module, rag, rank=rank, ranks=ranks)[0] for rank in range(ranks)]
+    with rag.model.plain() as model:
+        ids = [*range(5, 45)]
+        computed = model(torch.tensor([ids])).past_key_values.layers
+
+    def prefill(prompt, salt, reads):
+        request = SimpleNamespace(
+            request_id="e",
+            prompt_token_ids=prompt,
+            num_tokens=len(prompt),
+            kv_transfer_params=reads.params,
+            cache_salt=salt,
+            lora_request=None,
+        )
+        for rank, (scheduler, worker) in enumerate(workers):
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+            scheduler.update_state_after_alloc(request, None, 0)
+            for start, stop in ((0, 24), (24, len(prompt))):
+                worker.bind_connector_metadata(
+                    scheduler.build_connector_meta(scheduled("e", range(4), start, stop - start, cached=start > 0))
+                )
+                heads = connector_module.head_slice(rag.model.config.num_key_value_heads, rank, ranks)
+                for number, layer in worker._layers.items():
+                    kv = computed[number].keys, computed[number].values
+                    rows = (tensor[0, heads, start:stop].transpose(0, 1) for tensor in kv)
+                    layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, torch.arange(start, stop))
+                worker.wait_for_save()
+                scheduler.update_connector_output(
+                    SimpleNamespace(kv_connector_worker_meta=worker.build_connector_worker_meta())
+                )
+        reports = [scheduler.request_finished(request, [])[1][PARAMS] for scheduler, _ in workers]
+        assert [report["report"] for report in reports] == [""] * ranks
+        return reports[0]
+
+    facts = {"regime": REGIME, "dtype": "float32"}
+    server = SimpleNamespace(url="http://vllm", connector=facts, prefill=prefill)
+    served = EncodingServer(rag.model.checkpoint, server, rag.index.derived)
+    identity = KVIdentity(
+        model=served.fingerprint, encoding=Encoding.PREFIXED, prefix_ids=tuple(ids[:9]), chunk_ids=tuple(ids[9:])
+    )
+    kv = served.encode_identities([identity])[identity]
+    assert (kv.encoded_at, kv.shape, served.fingerprint != rag.index.fingerprint) == (9, served.kv_shape, True)
+    for number, layer in enumerate(computed):
+        torch.testing.assert_close(kv.keys[number], layer.keys[0, :, 9:])
+        torch.testing.assert_close(kv.values[number], layer.values[0, :, 9:])
+    assert not list(rag.index.derived.glob("vllm-*"))  # its files are gone
+
+
+@pytest.mark.parametrize(
+    ("index", "salt"),
+    [("vllm-none", "0" * 32), ("../..", "0" * 32), ("vllm-made", "../x"), ("vllm-made", None), ("vllm-made", "0" * 31)],
+)
+def test_vllm_hands_out_nothing_without_a_folder_that_was_made_for_it(connector_module, rag, index, salt):
+    (scheduler, _), _ = pair(connector_module, rag)
+    (rag.index.derived / "vllm-made").mkdir(exist_ok=True)
+    reads = ChunkReads(model="", engine="", index=index, chunks=((Encoding.STANDALONE, 9, ()),), mode="encode")
+    request = asked(rag)
+    vars(request).update(kv_transfer_params=reads.params, cache_salt=salt)
+    scheduler.update_state_after_alloc(request, None, 0)
+    assert not scheduler.build_connector_meta(scheduled("a", range(9), 0, 20)).notes
+    assert scheduler.request_finished(request, [])[1][PARAMS]["report"] is None
+    (rag.index.derived / "vllm-made").rmdir()
+
+
+def test_what_vllm_did_not_compute_is_not_handed_out(connector_module, rag):
+    """A client that repeats its salt meets its own KV in the prefix cache."""
+    (scheduler, worker), vllm = pair(connector_module, rag)
+    request = asked(rag, mode="prove", name="proof")
+    scheduler.update_state_after_alloc(request, None, 0)
+    out = scheduled("proof", range(30), BLOCK, len(request.prompt_token_ids) - BLOCK)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(out))
+    rows = torch.zeros((len(request.prompt_token_ids), rag.model.config.num_key_value_heads, rag.model.config.head_dim))
+    for layer in vllm.compilation_config.static_forward_context.values():
+        layer.impl.do_kv_cache_update(layer, rows, rows, layer.kv_cache, torch.arange(BLOCK, BLOCK + len(rows)))
+    worker.wait_for_save()
+    assert worker.build_connector_worker_meta().of == {"proof": "vLLM did not compute all of the prompt"}
 
 
 def _kv(value):

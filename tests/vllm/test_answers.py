@@ -6,25 +6,11 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from vllmserver import BLOCK, PYTHON, vllm_server
+from vllmserver import PYTHON, QUESTIONS, body_of, far, references, vllm_server
 
-from ragkv.decoding import Decoding
-from ragkv.engines import make_engine
 from ragkv.errors import RagkvError
-from ragkv.runtime import Generation
 
 FAMILIES = {"llama": "prefixed", "qwen3": "standalone", "stablelm": "prefixed", "smollm2": "prefixed"}
-QUESTIONS = (
-    "In which year was Parinphor Brewery founded?",
-    "Who founded the lighthouse?",
-    "Where is the river?",
-    "What does the company produce?",
-    "Which city has a museum?",
-    "How many people live there?",
-    "When did it open?",
-    "Who owns the brewery?",
-)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "y"]}},
@@ -39,41 +25,6 @@ def served(request, serving):
     family, over = request.param
     with serving(family, *GUIDANCE, over=over) as setup:
         yield setup
-
-
-def request_of(rag, number):
-    """A question's request over 1 to 8 chunks, in no order of theirs."""
-    top_k = (3, 5, 1, 8, 2)[number % 5]
-    scored = rag.retrieve(QUESTIONS[number % 8], top_k=top_k + 2, retrieval="bm25")[number // 8 :][:top_k][::-1]
-    engine = make_engine("block", rag.config.tuning)
-    request, _ = rag.request(engine, QUESTIONS[number % 8], scored)
-    return engine, request
-
-
-def body_of(served, number, engine=None):
-    """What ragkv sends to vLLM for a question."""
-    block, request = request_of(served.rag, number)
-    generation = Generation(max_new_tokens=1, decoding=Decoding())
-    return served.rag.index.runtime._prepare(engine or block, request, generation).body | {"stream": False}
-
-
-def references(served, number):
-    """Here: the log-probabilities of the first token by `full`, and by `block` up to the last whole block of vLLM's."""
-    engine, request = request_of(served.own, number)
-    inputs = engine.cache(served.own.model, request)
-    kv = inputs["past_key_values"]
-    ids = inputs["input_ids"]
-    whole = min(kv.get_seq_length(), ids.shape[1] - 1) // BLOCK * BLOCK
-    kv.crop(whole - kv.get_seq_length())
-    with served.own.model.plain() as model, torch.inference_mode():
-        full = model(ids).logits[0, -1]
-        positions = torch.arange(whole, ids.shape[1])[None]
-        block = model(ids[:, whole:], past_key_values=kv, position_ids=positions).logits[0, -1]
-    return full.float().log_softmax(-1), block.float().log_softmax(-1), whole
-
-
-def far(scores, reference):
-    return max(abs(score - float(reference[token])) for token, score in scores[0].items())
 
 
 def test_log_probabilities_are_those_of_block(served):
