@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, pick_dev
 from ragkv.model.prompt import harden, readable
 from ragkv.retrievers.base import Embedder, Embedding, ScoreKind
 from ragkv.util.display import first_sentence
+from ragkv.util.lazy import torch_if_loaded
 from ragkv.util.plugins import PluginRegistry
 
 if TYPE_CHECKING:
@@ -366,8 +367,6 @@ def in_batches(rows: Sequence[Sequence[Any]], run: Callable[[list[int]], list[T]
     The longest rows come first, to minimise padding. Batches are halved when memory runs out. RetrievalError if a
     single row does not fit or the model fails otherwise.
     """
-    import torch
-
     done: dict[int, T] = {}
     order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
     waiting = [order[start : start + BATCH] for start in range(0, len(order), BATCH)][::-1]
@@ -376,7 +375,7 @@ def in_batches(rows: Sequence[Sequence[Any]], run: Callable[[list[int]], list[T]
         try:
             done.update(zip(batch, run(batch), strict=True))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            short = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
             if short and len(batch) > 1:
                 half = len(batch) // 2
                 logger.warning("no memory for %d texts at once; continuing with %d", len(batch), half)
@@ -522,7 +521,8 @@ class SentenceEmbedder(CheckpointModel):
     """The `Embedder` for folders with `modules.json`, with the prompts before questions and documents that it names.
 
     A transformer with pooling, dense layers and normalisation is computed as sentence-transformers does, BERT and
-    RoBERTa in bfloat16 on a processor that has units for it; other models by that library itself.
+    RoBERTa in bfloat16 on a processor that has units for it; other models by that library itself. In a process that has
+    not loaded torch, questions to BERT and RoBERTa are computed with numpy.
     """
 
     modes: frozenset[ScoreKind] = frozenset(("dense",))
@@ -549,19 +549,33 @@ class SentenceEmbedder(CheckpointModel):
         return self._embed([text], question=True)
 
     def _load(self, device: str) -> None:
-        from ragkv.model.encoder import NotComputedHereError
-
-        place = pick_device(device)
+        self._device = device
         with loading("Embedder", self.name):
-            try:
-                self._encoder: SentenceEncoder | LibraryEncoder = self._own(place)
-            except NotComputedHereError:
-                self._encoder = LibraryEncoder(self._folder, self.max_tokens, place)
             probe = self._encode(["What is the capital of France?"], question=True)  # a broken model fails now
             self._width: int = probe.shape[1]
             require_numbers(self.name, probe)
 
-    def _own(self, device: torch.device) -> SentenceEncoder:
+    @cached_property
+    def _encoder(self) -> SentenceEncoder | LibraryEncoder:
+        from ragkv.model.encoder import NotComputedHereError
+
+        place = pick_device(self._device)
+        with loading("Embedder", self.name):
+            try:
+                return self._own(place)
+            except NotComputedHereError:
+                return LibraryEncoder(self._folder, self.max_tokens, place)
+
+    @cached_property
+    def _numpy_encoder(self) -> SentenceEncoder | None:
+        """It needs no torch, and computes a question in float32; None for a model or a device that needs torch."""
+        from ragkv.model.encoder import NotComputedHereError
+
+        with suppress(NotComputedHereError):
+            return self._own(None) if self._device in ("auto", "cpu") else None
+        return None
+
+    def _own(self, device: torch.device | None) -> SentenceEncoder:
         """NotComputedHereError for a module or a setting that only sentence-transformers knows."""
         from ragkv.model.encoder import NotComputedHereError, SentenceEncoder
 
@@ -605,6 +619,8 @@ class SentenceEmbedder(CheckpointModel):
         return Embedding(dense=dense)
 
     def _encode(self, texts: list[str], *, question: bool) -> NDArray[np.float32]:
+        if question and torch_if_loaded() is None and self._numpy_encoder is not None:
+            return np.stack(self._numpy_encoder.vectors(self._numpy_encoder.tokenise(texts, question=True)))
         rows: list[Any] = self._encoder.tokenise(texts, question=question)
         vectors: list[NDArray[np.float32]] = in_batches(
             [row.ids for row in rows], lambda batch: self._encoder.vectors([rows[i] for i in batch])
@@ -734,8 +750,8 @@ def _factory(plugins: PluginRegistry, name: str) -> Any:
         raise ModelLoadError(f"The plug-in for {name!r} cannot be imported: {error}; install it again.") from error
 
 
-def load_plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any) -> Any:
-    plugin = _factory(plugins, name)(**arguments)
+def load_plugin(plugins: PluginRegistry, name: str, protocol: Any, *, device: str, **arguments: Any) -> Any:
+    plugin = _factory(plugins, name)(device=str(pick_device(device)), **arguments)
     if not isinstance(plugin, protocol):
         raise ModelLoadError(
             f"The plug-in for {name!r} returned {type(plugin).__name__}, which does not implement {protocol.__name__} "

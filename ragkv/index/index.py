@@ -275,8 +275,12 @@ def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None
 
 
 def _encoders_device(config: IndexConfig, device: str | None) -> str:
-    """Where embedder and reranker run. Devices of llama.cpp are not torch's: they run on torch's own choice then."""
-    return str(pick_device(None if config.executor == LLAMA_CPP and device != "cpu" else device))
+    """Where embedder and reranker run. Devices of llama.cpp are not torch's: they run on torch's own choice then, which
+    is made when one of them needs torch.
+    """
+    if config.executor == LLAMA_CPP:
+        return "cpu" if device == "cpu" else "auto"
+    return str(pick_device(device))
 
 
 def check_device(config: IndexConfig, device: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The transformers of embedders and rerankers: BERT and RoBERTa by torch alone, any other by transformers.
+"""The transformers of embedders and rerankers: BERT and RoBERTa by torch or numpy alone, any other by transformers.
 
 Most encoders that people embed with (MiniLM, bge, e5, bge-m3 and its reranker) are one of these two, and a question
 should not wait for the imports of transformers. Tests compare the numbers with FlagEmbedding's, sentence-transformers'
@@ -10,18 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_product_attention
 
 from ragkv.errors import ModelLoadError
+from ragkv.model import numpy_functional
 from ragkv.model.checkpoint import computes_in
 from ragkv.model.loading import quiet_loading
 from ragkv.model.prompt import harden
+from ragkv.util.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import functional
+else:
+    torch, functional = LazyModule("torch"), LazyModule("torch.nn.functional")
 
 ROBERTAS = frozenset({"camembert", "roberta", "xlm-roberta"})
 """Families (`model_type`) whose positions count from `pad_token_id` + 1."""
@@ -106,10 +112,18 @@ class EncoderTokenizer:
 class Bert:
     """BERT or RoBERTa as their papers describe them, without dropout; heads are read by `weight`."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype) -> None:
-        """ModelLoadError for missing weights."""
-        self._weights = {_plain(name): tensor.to(device, dtype) for name, tensor in checkpoint_tensors(folder).items()}
-        self._device, self._dtype = device, dtype
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, device: torch.device | None, dtype: Any) -> None:
+        """`device` None computes with numpy instead of torch, in float32. ModelLoadError for missing weights."""
+        self._functional: Any = functional
+        if device is None:
+            self._functional = numpy_functional
+            self._weights: dict[str, Any] = {_plain(name): array for name, array in _arrays(folder).items()}
+            self._nothing: Any = np.zeros(1, np.float32)
+        else:
+            tensors = checkpoint_tensors(folder)
+            self._weights = {_plain(name): tensor.to(device, dtype) for name, tensor in tensors.items()}
+            self._nothing = torch.zeros(1, dtype=dtype, device=device)
+        self._join: Any = np.concatenate if device is None else torch.cat
         self._absent = list[str]()
         self._heads = config["num_attention_heads"]
         self._epsilon = config.get("layer_norm_eps", 1e-12)
@@ -124,7 +138,7 @@ class Bert:
 
     def _layer(self, name: str) -> list[tuple[Tensor, Tensor]]:
         own = [self.pair(f"{name}.attention.self.{part}") for part in ("query", "key", "value")]
-        joined = (torch.cat([weight for weight, _ in own]), torch.cat([bias for _, bias in own]))
+        joined = (self._join([weight for weight, _ in own]), self._join([bias for _, bias in own]))
         parts = ("attention.output.dense", "attention.output.LayerNorm", "intermediate.dense", "output.dense")
         return [joined, *(self.pair(f"{name}.{part}") for part in (*parts, "output.LayerNorm"))]
 
@@ -132,7 +146,8 @@ class Bert:
         """The weight called `name`; one that is missing is reported by `require_all`."""
         if name not in self._weights:
             self._absent.append(name)
-        return self._weights.get(name, torch.zeros(1, dtype=self._dtype, device=self._device))
+        tensor: Tensor = self._weights.get(name, self._nothing)
+        return tensor
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
         """Weight and bias of a linear layer or a norm."""
@@ -145,22 +160,21 @@ class Bert:
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """The last hidden states (texts, longest, width) of ids that are padded on the right."""
         word, position, segment = self._embeddings
-        texts, length = input_ids.shape
-        places = torch.arange(self._offset, self._offset + length, device=input_ids.device)
+        (texts, length), linear = input_ids.shape, self._functional.linear
+        places = slice(self._offset, self._offset + length)
         x = word[input_ids] + position[places] + (segment[0] if token_type_ids is None else segment[token_type_ids])
         x = self._normed(x, self._norm)
-        mask = None if bool(attention_mask.all()) else attention_mask.bool()[:, None, None, :]
+        mask = None if bool(attention_mask.all()) else attention_mask[:, None, None, :] > 0
         for joined, output, first_norm, up, down, second_norm in self._layers:
-            queries, keys, values = (
-                part.view(texts, length, self._heads, -1).transpose(1, 2) for part in linear(x, *joined).chunk(3, -1)
-            )
-            read = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-            x = self._normed(x + linear(read.transpose(1, 2).reshape(x.shape), *output), first_norm)
-            x = self._normed(x + linear(gelu(linear(x, *up)), *down), second_norm)
+            heads = linear(x, *joined).reshape(texts, length, 3, self._heads, -1).swapaxes(1, 3)
+            read = self._functional.scaled_dot_product_attention(*(heads[:, :, i] for i in range(3)), attn_mask=mask)
+            x = self._normed(x + linear(read.swapaxes(1, 2).reshape(x.shape), *output), first_norm)
+            x = self._normed(x + linear(self._functional.gelu(linear(x, *up)), *down), second_norm)
         return x
 
     def _normed(self, x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
-        return layer_norm(x, x.shape[-1:], *norm, self._epsilon)
+        normed: Tensor = self._functional.layer_norm(x, x.shape[-1:], *norm, self._epsilon)
+        return normed
 
 
 def _plain(name: str) -> str:
@@ -183,21 +197,41 @@ def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _arrays(folder: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a checkpoint in float32; NotComputedHereError for one that numpy cannot read."""
+    from safetensors import safe_open
+
+    arrays: dict[str, NDArray[Any]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            names = [name for name in file.keys() if not name.endswith("position_ids")]  # noqa: SIM118
+            if {file.get_slice(name).get_dtype() for name in names} - {"F16", "F32"}:
+                raise NotComputedHereError
+            arrays |= {name: file.get_tensor(name).astype(np.float32, copy=False) for name in names}
+    if not arrays:
+        raise NotComputedHereError
+    return arrays
+
+
 class Body:
     """A checkpoint's transformer on a device: `Bert`, or transformers' own model of another family, on a processor in
     float32.
     """
 
     def __init__(
-        self, folder: Path, what: str, device: torch.device, dtype: torch.dtype, *, classifier: bool = False
+        self, folder: Path, what: str, device: torch.device | None, dtype: Any, *, classifier: bool = False
     ) -> None:
-        """A `classifier` of another family has its head, and gives logits. ModelLoadError for missing weights."""
+        """A `classifier` of another family has its head, and gives logits. ModelLoadError for missing weights,
+        NotComputedHereError for a `device` None (numpy) and another family.
+        """
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self._device = device
         self.bert = Bert(folder, self.config, device=device, dtype=dtype) if is_plain(self.config) else None
         if self.bert is not None:
             self.bert.require_all(what)
             return
+        if device is None:
+            raise NotComputedHereError
         from transformers import AutoModel, AutoModelForSequenceClassification
 
         kind: Any = AutoModelForSequenceClassification if classifier else AutoModel
@@ -210,8 +244,9 @@ class Body:
         """`input_ids`, `attention_mask`, and `token_type_ids` where there are several, all (rows, longest)."""
         width = max(len(row.ids) for row in rows)
 
-        def filled(values: Sequence[Sequence[int]], filler: int) -> Tensor:
-            return torch.tensor([[*own, *[filler] * (width - len(own))] for own in values], device=self._device)
+        def filled(values: Sequence[Sequence[int]], filler: int) -> Any:
+            padded = [[*own, *[filler] * (width - len(own))] for own in values]
+            return np.array(padded) if self._device is None else torch.tensor(padded, device=self._device)
 
         ids = filled([row.ids for row in rows], self.config.get("pad_token_id") or 0)
         batch = {"input_ids": ids, "attention_mask": filled([[1] * len(row.ids) for row in rows], 0)}
@@ -248,7 +283,8 @@ class Classifier:
         batch = self._body.batch(rows)
         if self._body.bert is None:
             return self._body(batch).view(-1)
-        return linear(torch.tanh(linear(self._body(batch)[:, 0], *self._dense)), *self._score).view(-1)
+        first = functional.linear(self._body(batch)[:, 0], *self._dense)
+        return functional.linear(torch.tanh(first), *self._score).view(-1)
 
 
 def require_weights(model: Any, folder: Path, what: str) -> None:
@@ -310,10 +346,10 @@ def pooling_modes(config: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "torch.nn.modules.activation.Tanh": torch.tanh,
+    "torch.nn.modules.activation.Tanh": lambda vectors: torch.tanh(vectors),
     "torch.nn.modules.linear.Identity": lambda vectors: vectors,
-    "torch.nn.modules.activation.ReLU": torch.relu,
-    "torch.nn.modules.activation.GELU": gelu,
+    "torch.nn.modules.activation.ReLU": lambda vectors: torch.relu(vectors),
+    "torch.nn.modules.activation.GELU": lambda vectors: functional.gelu(vectors),
 }
 
 
@@ -327,7 +363,7 @@ def dense_layer(config: Mapping[str, Any], folder: Path, device: torch.device) -
     weight, bias = (tensors[name].to(device).float() if name in tensors else None for name in ("weight", "bias"))
     if weight is None or (bias is None and config.get("bias", True)):
         raise ModelLoadError(f"The layer in {folder} lacks weights; fetch the model again.")
-    return lambda vectors: activation(linear(vectors, weight, bias))
+    return lambda vectors: activation(functional.linear(vectors, weight, bias))
 
 
 class SentenceEncoder:
@@ -340,19 +376,23 @@ class SentenceEncoder:
         configs: Sequence[Mapping[str, Any]],
         *,
         max_tokens: int,
-        device: torch.device,
+        device: torch.device | None,
         prompts: tuple[str, str],
         lower: bool,
     ) -> None:
         """`folders` and `configs` of the transformer, the pooling and the dense layers; `prompts` before questions and
-        documents. NotComputedHereError for settings that only the library knows.
+        documents. `device` None computes with numpy, one text at a time. NotComputedHereError for settings that only
+        the library knows, or only torch computes.
         """
         modes = pooling_modes(configs[1])
-        layers = [dense_layer(*pair, device) for pair in zip(configs[2:], folders[2:], strict=True)]
+        if device is None and (modes is None or set(modes) - {"cls", "mean"} or configs[2:]):
+            raise NotComputedHereError
+        layers = [dense_layer(*pair, cast("Any", device)) for pair in zip(configs[2:], folders[2:], strict=True)]
         if modes is None or None in layers or configs[0].get("is_encoder_decoder"):
             raise NotComputedHereError
         self._modes, self._layers = modes, [layer for layer in layers if layer is not None]
-        self._body = Body(folders[0], f"Embedder {name!r}", device, half_type(device))
+        self._uses_torch = device is not None
+        self._body = Body(folders[0], f"Embedder {name!r}", device, half_type(device) if device else None)
         self.tokenizer = EncoderTokenizer(folders[0], max_tokens, lower=lower, prompts=prompts)
         self._prompts = prompts
 
@@ -363,12 +403,17 @@ class SentenceEncoder:
 
     def vectors(self, rows: Sequence[EncodedText]) -> list[NDArray[np.float32]]:
         """The unit vectors of one batch, in float32."""
+        if not self._uses_torch:
+            [row] = rows
+            hidden: Any = self._body(self._body.batch([row]))
+            parts = [hidden[:, 0] if mode == "cls" else hidden.mean(1) for mode in self._modes]
+            return list(numpy_functional.normalize(np.concatenate(parts, -1), dim=-1))
         with torch.inference_mode():
             batch = self._body.batch(rows)
             vectors = pooled(self._body(batch), batch["attention_mask"], self._modes)
             for layer in self._layers:
                 vectors = layer(vectors)
-            return list(normalize(vectors, dim=-1).cpu().numpy())
+            return list(functional.normalize(vectors, dim=-1).cpu().numpy())
 
 
 class NotComputedHereError(Exception):

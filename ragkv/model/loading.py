@@ -24,6 +24,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -33,10 +34,9 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from tokenizers import pre_tokenizers
@@ -44,6 +44,12 @@ from tokenizers import pre_tokenizers
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
 from ragkv.model.checkpoint import ADAPTER, Checkpoint, Quantised, shares
 from ragkv.util.files import make_folder, parse_json, read_plain, remove_tree, sync_path, user_folder, write_plain
+from ragkv.util.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +371,8 @@ def _after_fork() -> None:
     """
     global _one_load, _lost_threads
     _one_load = RLock()
-    if _loaded and torch.get_num_threads() > 1:
+    threads = getattr(sys.modules.get("torch"), "get_num_threads", None)  # an import that was under way stays so
+    if _loaded and threads is not None and threads() > 1:
         torch.set_num_threads(1)
         _lost_threads = True
 

@@ -315,6 +315,35 @@ def test_another_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling,
     assert embedder.embed_documents(["copper"]).dense.shape[1] == (24 if tail else 64 if len(pooling) == 2 else 32)
 
 
+@pytest.mark.parametrize("modes", [["mean"], ["cls", "mean"]])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_question_is_computed_without_torch(family, modes, tokenizer, sentence_folder, tmp_path, monkeypatch):
+    """As torch computes it; weights in bfloat16, which numpy does not have, are left to torch."""
+    from transformers import AutoConfig, AutoModel
+
+    folder = shutil.copytree(sentence_folder, tmp_path / "model")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, vocab_size=len(tokenizer), pad_token_id=1, initializer_range=0.3, **sizes)
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(folder)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": modes}))
+    by_torch = SentenceEmbedder(str(folder), device="cpu")
+    monkeypatch.setattr("ragkv.retrievers.embedders.torch_if_loaded", lambda: None)
+    monkeypatch.setattr(SentenceEmbedder, "_encoder", None)
+    alone = SentenceEmbedder(str(folder), device="auto")
+    monkeypatch.undo()
+    for text in ("Copper?", " ".join(TEXTS), ""):
+        expected = by_torch.embed_query(text).dense
+        with monkeypatch.context() as patch:
+            patch.setattr("ragkv.retrievers.embedders.torch_if_loaded", lambda: None)
+            vectors = alone.embed_query(text).dense
+        assert vectors.dtype == np.float32
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    assert SentenceEmbedder(str(folder), device="auto")._numpy_encoder is None
+
+
 def test_half_precision_changes_vectors_little(sentence_folder, sentence_embedder, monkeypatch):
     monkeypatch.setattr("ragkv.model.encoder.half_type", lambda device: torch.bfloat16)
     half = SentenceEmbedder(str(sentence_folder), device="cpu")
