@@ -117,5 +117,9 @@ class AnswerInterruptedError(RagkvError):
     """An answer was cut short: its index was closed, or its forward pass was interrupted."""
 
 
+class ModelServerError(RagkvError):
+    """The server that runs the model (vLLM) does not answer, or cannot serve the index."""
+
+
 class RanksError(RagkvError):
     """One of the processes that encode a document together is lost, too slow, or has another model than the others."""

@@ -394,7 +394,7 @@ class RagKV:
     def prove_runtime(self) -> None:
         """Have vLLM compare stored chunks with what it computes now, instead of with the first question.
 
-        UnsupportedModelError if they differ. Without `runtime`, or if nothing is stored for `block`, it does nothing.
+        ModelServerError if they differ. Without `runtime`, or if nothing is stored for `block`, it does nothing.
         """
         from ragkv.engines import make_engine
         from ragkv.runtime.vllm import VLLMRuntime

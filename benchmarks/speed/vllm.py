@@ -9,6 +9,7 @@ well. All go the way of a user's question from ragkv over HTTP to vLLM; search i
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -45,7 +46,7 @@ from ragkv.benchmarks.speed.report import (
 )
 from ragkv.cli.options import given_numbers
 from ragkv.engines import ContextChunk, Request, make_engine
-from ragkv.errors import MissingExtraError, RagkvError
+from ragkv.errors import MissingExtraError, RagkvError, UsageError
 from ragkv.runtime import Generation
 from ragkv.types import Encoding
 
@@ -71,6 +72,10 @@ def measure_vllm(
     """
     if find_spec("vllm") is None:
         raise MissingExtraError("ragkv bench vllm needs vLLM where ragkv is installed; docs/vllm.md says how.")
+    if dtype == "int8":
+        raise UsageError(
+            "vLLM has no weights like ragkv's int8: leave --dtype out, or use bfloat16, float16 or float32."
+        )
     lengths, questions, rounds = ([512], 4, 1) if quick else (given_numbers("--tokens", tokens), questions, rounds)
     rows: list[BenchRow] = []
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as name:
@@ -86,7 +91,7 @@ def measure_vllm(
             folder / "index", model=model or str(folder / "model"), dtype=dtype, engines=("block",)
         ) as rag:
             encoding = make_engine("block", rag.config.tuning).reads or Encoding.STANDALONE
-            dtype, path = rag.model.precision, rag.model.checkpoint.location
+            dtype, path, shape = rag.model.precision, rag.model.checkpoint.location, rag.model.kv_shape
             on_step(f"{rag.config.model}, {dtype}: storing the chunks of {questions} questions …")
             for length in lengths:
                 prefix, chunks, question = random_prompt(rag.model, 2 * length)
@@ -97,9 +102,12 @@ def measure_vllm(
                     suffix = (3 + seed, *question[1:])
                     prompts.append(Request(prefix_ids=prefix, chunks=tuple(chosen), suffix_ids=suffix))
         on_step("vLLM starts …")
-        reach = str(max(lengths) + 256)
+        reach = max(lengths) + 256
+        cache_gb = math.ceil((questions + 1) * reach * shape.token_bytes / 1e9)
         with (
-            vllm_server(folder, path, folder / "index", "--dtype", dtype, "--max-model-len", reach) as (url, _),
+            vllm_server(
+                folder, path, folder / "index", "--dtype", dtype, "--max-model-len", str(reach), cache_gb=cache_gb
+            ) as (url, _),
             RagKV.open(folder / "index", runtime=("vllm", url)) as rag,
         ):
             for at, length in enumerate(lengths):
@@ -143,11 +151,17 @@ def _measure(rag: RagKV, url: str, prompts: Sequence[Request], rounds: int, leng
 
 @contextmanager
 def vllm_server(
-    folder: Path, model: str | Path, index: Path, *options: str, python: str = sys.executable, port: int = 0
+    folder: Path,
+    model: str | Path,
+    index: Path,
+    *options: str,
+    python: str = sys.executable,
+    port: int = 0,
+    cache_gb: int = 1,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """vLLM's OpenAI server with the connector over an index: its URL, when it answers, and its process.
 
-    It prints into `folder/vllm.log`. RagkvError if it ends instead.
+    On a processor its cache has `cache_gb`. It prints into `folder/vllm.log`. RagkvError if it ends instead.
     """
     with socket.create_server(("127.0.0.1", port)) as free:
         port = free.getsockname()[1]
@@ -161,7 +175,7 @@ def vllm_server(
     command += ["--port", str(port), "--kv-transfer-config", json.dumps(transfer), *options]
     if not torch.cuda.is_available():
         command += ["--enforce-eager"]
-    own = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    own = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     log, url = folder / "vllm.log", f"http://127.0.0.1:{port}"
     with log.open("wb") as stream:

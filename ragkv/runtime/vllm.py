@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 from ragkv.attention.kv import ChunkKV, dtype_name
 from ragkv.engines.base import Operation, Sample, require_supported
-from ragkv.errors import PromptTooLongError, RagkvError, UnsupportedModelError, UsageError
+from ragkv.errors import ModelServerError, PromptTooLongError, UnsupportedModelError, UsageError
 from ragkv.model.attention_hook import head_dim
 from ragkv.model.language_model import eos_ids
 from ragkv.model.loading import describe_error, reach
@@ -196,19 +196,19 @@ class EncodingServer(ServedModel):
         report = self._server.prefill(ids, name, reads)
         if report["report"] != "" or report["regime"] != self._server.connector["regime"]:
             why = report["report"] or "it has been restarted with other settings, or has not this index's folder"
-            raise RagkvError(f"vLLM at {self._server.url} did not hand out the KV of a chunk: {why}.")
+            raise ModelServerError(f"vLLM at {self._server.url} did not hand out the KV of a chunk: {why}.")
         layers, ranks = self.kv_shape.layers, report["ranks"]
         step = max(ranks // layers[0].kv_heads, 1)  # with fewer heads than ranks, several hold the same
         kv = torch.cat([load_file(results / f"{name}-{rank}")["kv"] for rank in range(0, ranks, step)], 2)
         shape = (len(layers), 2, layers[0].kv_heads, len(ids), layers[0].key_dim)
         if kv.shape != shape or dtype_name(kv.dtype) != self.kv_shape.dtype:
-            raise RagkvError(f"vLLM at {self._server.url} handed out KV of shape {tuple(kv.shape)}, not {shape}.")
+            raise ModelServerError(f"vLLM at {self._server.url} handed out KV of shape {tuple(kv.shape)}, not {shape}.")
         kv = kv[..., start:, :].clone()  # which does not keep the rest, or the file
         return ChunkKV(keys=tuple(kv[:, 0]), values=tuple(kv[:, 1]), encoded_at=start)
 
 
 class VLLMServer:
-    """A vLLM server by its URL. Raises RagkvError for what it answers, or does not."""
+    """A vLLM server by its URL. Raises ModelServerError if it does not answer."""
 
     def __init__(self, url: str) -> None:
         import urllib3
@@ -224,34 +224,42 @@ class VLLMServer:
         self.state: str | None = None
         """The server's version and settings by its last answer, which change if it is restarted with others."""
 
-    def _response(self, path: str, body: Mapping[str, Any] | None) -> urllib3.BaseHTTPResponse:
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """ModelServerError for what goes wrong on the way to the server and back."""
         from urllib3.exceptions import HTTPError
 
         try:
-            response = self._pool.request(
-                "GET" if body is None else "POST", self.url + path, json=body, preload_content=False
-            )
-            if response.status != 200:
-                text = response.read(1 << 16, decode_content=True).decode(errors="replace")
-                with suppress(ValueError, KeyError, TypeError):
-                    text = json.loads(text)["error"]["message"]
-                raise RagkvError(f"vLLM at {self.url} refused the request ({response.status}): {text[:500]}")
-        except HTTPError as error:
-            raise RagkvError(
-                f"vLLM at {self.url} does not answer ({type(error).__name__}); start it as docs/vllm.md says."
+            yield
+        except (HTTPError, OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelServerError(
+                f"vLLM at {self.url} does not answer, or ended its answer ({type(error).__name__}); start it as "
+                "docs/vllm.md says, and ask again."
             ) from error
+
+    def _response(self, path: str, body: Mapping[str, Any] | None) -> urllib3.BaseHTTPResponse:
+        method = "GET" if body is None else "POST"
+        response = self._pool.request(method, self.url + path, json=body, preload_content=False)
+        if response.status != 200:
+            text = response.read(1 << 16, decode_content=True).decode(errors="replace")
+            with suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]["message"]
+            kind = UsageError if response.status == 400 else ModelServerError
+            raise kind(f"vLLM at {self.url} refused the request ({response.status}): {text[:500]}")
         return response
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON that it answers."""
-        try:
+        with self._faults():
             return json.loads(self._response(path, body).data)
-        except ValueError as error:
-            raise RagkvError(f"{self.url} answers no JSON: it is no vLLM server.") from error
 
     @cached_property
     def served(self) -> Mapping[str, Any]:
-        served: Mapping[str, Any] = self.ask("/v1/models")["data"][0]
+        """Its model. UsageError for another kind of server with OpenAI's protocol, such as ragkv's."""
+        with self._faults():
+            served: Mapping[str, Any] = self.ask("/v1/models")["data"][0]
+            if served["owned_by"] != "vllm":
+                raise UsageError(f"{self.url} is no vLLM server; give --runtime vllm the URL of one (docs/vllm.md).")
         return served
 
     @cached_property
@@ -260,7 +268,7 @@ class VLLMServer:
         return self.prefill([0], token_hex(16))
 
     def prefill(self, ids: Sequence[int], salt: str, reads: ChunkReads | None = None) -> Mapping[str, Any]:
-        """What RagKVConnector reports of a prompt. UnsupportedModelError if vLLM runs without it."""
+        """What RagKVConnector reports of a prompt. ModelServerError if vLLM runs without it."""
         params = {PARAMS: None} if reads is None else reads.params
         # the second token's step comes after the workers' reports
         body = {"prompt": [*ids], "max_tokens": 2, "min_tokens": 2, "temperature": 0, "cache_salt": salt}
@@ -268,7 +276,7 @@ class VLLMServer:
         self.state = answer.get("system_fingerprint")
         report: Mapping[str, Any] | None = (answer.get("kv_transfer_params") or {}).get(PARAMS)
         if report is None:
-            raise UnsupportedModelError(
+            raise ModelServerError(
                 f"vLLM at {self.url} runs without RagKVConnector; start it as docs/vllm.md says, or use --engine full."
             )
         return report
@@ -277,27 +285,24 @@ class VLLMServer:
         self, body: Mapping[str, Any], opened: Callable[[urllib3.BaseHTTPResponse], object]
     ) -> Iterator[tuple[list[int], str | None]]:
         """The ids of the next tokens, and the reason if they are the last. `opened` gets the open response."""
-        from urllib3.exceptions import HTTPError
-
-        response = self._response("/v1/completions", {**body, "stream": True, "return_token_ids": True})
-        opened(response)
-        try:
-            left = b""
-            for part in response.stream(1 << 16, decode_content=True):
-                *lines, left = (left + part).split(b"\n")
-                for line in lines:
-                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                        continue
-                    event = json.loads(line[6:])
-                    self.state = event.get("system_fingerprint") or self.state
-                    if "error" in event:
-                        raise RagkvError(f"vLLM at {self.url} ended the answer: {event['error'].get('message')}")
-                    for choice in event["choices"]:
-                        yield choice.get("token_ids") or [], choice["finish_reason"]
-        except (HTTPError, OSError, ValueError) as error:
-            raise RagkvError(f"vLLM at {self.url} ended the answer ({type(error).__name__}); ask again.") from error
-        finally:
-            response.close()
+        with self._faults():
+            response = self._response("/v1/completions", {**body, "stream": True, "return_token_ids": True})
+            opened(response)
+            try:
+                left = b""
+                for part in response.stream(1 << 16, decode_content=True):
+                    *lines, left = (left + part).split(b"\n")
+                    for line in lines:
+                        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                            continue
+                        event = json.loads(line[6:])
+                        self.state = event.get("system_fingerprint") or self.state
+                        if "error" in event:
+                            raise ModelServerError(f"vLLM at {self.url} ended the answer: {event['error']['message']}")
+                        for choice in event["choices"]:
+                            yield choice.get("token_ids") or [], choice["finish_reason"]
+            finally:
+                response.close()
 
 
 class ServerJob(Job):
@@ -388,7 +393,7 @@ class VLLMRuntime(Runtime):
                         self._changed.notify_all()
                     if token.finish_reason is not None or job.cancelled:
                         return
-            error = RagkvError(f"vLLM at {self._server.url} ended the answer without a reason; ask again.")
+            error = ModelServerError(f"vLLM at {self._server.url} ended the answer without a reason; ask again.")
         except Exception as failure:  # raised in the thread that reads the answer
             error = failure
         finally:
@@ -421,20 +426,16 @@ class VLLMRuntime(Runtime):
             "presence_penalty": decoding.presence_penalty,
             "frequency_penalty": decoding.frequency_penalty,
             "skip_special_tokens": False,
-        }
-        named = {
             "seed": decoding.seed,
             "top_p": decoding.top_p,
             "top_k": decoding.top_k_tokens,
             "min_p": decoding.min_p,
         }
-        body |= {name: value for name, value in named.items() if value is not None}
         if constrained:
             schema = decoding.schema and json.loads(decoding.schema)
             if schema:  # vLLM's backend "guidance" then writes JSON as ragkv does
                 schema = {**schema, "x-guidance": {**JSON_LAYOUT, **schema.get("x-guidance", {})}}
-            held = {"json": schema, "regex": decoding.regex, "grammar": decoding.grammar}
-            body["structured_outputs"] = {name: value for name, value in held.items() if value is not None}
+            body["structured_outputs"] = {"json": schema, "regex": decoding.regex, "grammar": decoding.grammar}
         return body
 
     def _reads(self, engine: Engine, request: Request) -> ChunkReads:
@@ -453,7 +454,7 @@ class VLLMRuntime(Runtime):
         return self.model.checkpoint.recommended.get("sink", "prefix") if sink == "auto" else sink
 
     def prove(self, engine: Engine, request: Request) -> None:
-        """UnsupportedModelError unless vLLM finds that the records of a request are what it computes itself."""
+        """ModelServerError unless vLLM finds that the records of a request are what it computes itself."""
         ids = [*request.prefix_ids, *(i for chunk in request.chunks for i in chunk.token_ids), *request.suffix_ids]
         self._prove(self._reads(engine, request), ids)
 
@@ -463,7 +464,7 @@ class VLLMRuntime(Runtime):
             if not self._regime or self._proved != self._server.state:
                 report = self._server.prefill(ids, token_hex(16), replace(reads, mode="prove"))
                 if report["report"] != "":
-                    raise UnsupportedModelError(
+                    raise ModelServerError(
                         f"RagKVConnector of vLLM at {self._server.url} refuses the index: "
                         f"{report['report'] or 'it serves another model or index'}; ingest again, or use --engine full."
                     )

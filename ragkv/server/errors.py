@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse
 from ragkv.errors import (
     AnswerInterruptedError,
     MissingExtraError,
+    ModelServerError,
     PromptTooLongError,
     RagkvError,
     RetrievalError,
@@ -101,7 +103,7 @@ def to_api_error(error: Exception, names: Mapping[str, str] = MappingProxyType({
             return ApiError(400, message, param=param)
         case RetrievalError():
             return ApiError(422, message, kind="retrieval_error", param=param, code="nothing_retrieved")
-        case AnswerInterruptedError() | StoreBusyError() | StoreGoneError():
+        case AnswerInterruptedError() | ModelServerError() | StoreBusyError() | StoreGoneError():
             return ApiError(503, message, kind="server_error", code="unavailable", headers={"retry-after": "1"})
         case MissingExtraError():  # OpenAI's clients retry on 5xx, unless a header forbids it
             headers = {"x-should-retry": "false"}
@@ -112,6 +114,14 @@ def to_api_error(error: Exception, names: Mapping[str, str] = MappingProxyType({
             return ApiError(507, message, kind="server_error", code="disk_full")
         case _:
             return ApiError(500, message, kind="server_error")
+
+
+def log_failure(logger: logging.Logger, what: str, error: Exception, failure: ApiError) -> None:
+    """Log an error that became the response `failure`, unless the client is to blame; of one of ours, its traceback."""
+    if isinstance(error, ModelServerError):
+        logger.warning("%s: %s", what, error)
+    elif failure.status >= 500 and not isinstance(error, ApiError):
+        logger.error("%s", what, exc_info=error)
 
 
 def pack_json(body: Any) -> bytes:

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ragkv.config import load_config
 from ragkv.errors import RagkvError
 from ragkv.model.checkpoint import pick_device
-from ragkv.server.errors import ApiError, Json, to_api_error
+from ragkv.server.errors import ApiError, Json, log_failure, to_api_error
 from ragkv.server.local import LocalSocket, identity
 from ragkv.server.settings import Keys, ServerLimits
 from ragkv.util.files import parse_json
@@ -119,9 +119,8 @@ class Guard:
                 await self._app(scope, body, send)
         except Exception as error:
             failure = to_api_error(error)
-            if failure.status >= 500 and not isinstance(error, ApiError):
-                with log.span.current():
-                    logger.exception("request %s failed", log.identifier)
+            with log.span.current():
+                log_failure(logger, f"request {log.identifier} failed", error, failure)
             if not log.status:
                 if not passed and "expect" not in headers:
                     await _drop_body(headers, receive)

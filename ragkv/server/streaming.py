@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ragkv.errors import AnswerInterruptedError, NothingFoundError, RetrievalError, UsageError
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.conversation import Conversation
-from ragkv.server.errors import ApiError, Json, stopping_error, to_api_error
+from ragkv.server.errors import ApiError, Json, log_failure, stopping_error, to_api_error
 from ragkv.server.metrics import RequestTracker
 from ragkv.types import Answer
 
@@ -160,8 +160,7 @@ class AnswerResponse(StreamingResponse):
             failure = to_api_error(error)
             if failure is not error:
                 failure.__cause__ = error
-            if failure.status >= 500 and not isinstance(error, ApiError):
-                logger.exception("an answer failed while it was streamed")
+            log_failure(logger, "an answer failed while it was streamed", error, failure)
             ending = list(self._formatter.on_error(failure))
         self._streams = False
         for event in ending:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import logging
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,8 +16,9 @@ from transformers import AutoConfig
 
 from ragkv import RagKV
 from ragkv.engines import make_engine
-from ragkv.errors import RagkvError, UnsupportedModelError, UsageError
+from ragkv.errors import ModelServerError, UnsupportedModelError, UsageError
 from ragkv.runtime.vllm import PARAMS, ChunkReads, EncodingServer, salt_of
+from ragkv.server.errors import log_failure, to_api_error
 from ragkv.store import KVIdentity
 from ragkv.types import Encoding
 from ragkv.util.constraints import JSON_LAYOUT
@@ -477,6 +479,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, verdict=""):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests, self.verdict, self.endless, self.left = [], verdict, False, threading.Event()
+        self.owner = "vllm"
 
     @property
     def url(self):
@@ -495,7 +498,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        self._answer({"data": [{"id": "served", "max_model_len": 2048}]})
+        self._answer({"data": [{"id": "served", "owned_by": self.server.owner, "max_model_len": 2048}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -608,12 +611,27 @@ def test_what_vllm_cannot_do_is_refused(served, server, options, error, why):
 )
 def test_a_server_that_does_not_prove_the_chunks_is_refused(served, server, verdict, why):
     server.verdict = verdict
-    with pytest.raises(UnsupportedModelError, match=why):
+    with pytest.raises(ModelServerError, match=why) as refusal:
         served.query(QUESTION, engine="block", top_k=1)
+    assert to_api_error(refusal.value).status == 503
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("url", "error"), [("http://127.0.0.1:9", RagkvError), ("vllm", UsageError)])
+def test_another_server_with_openais_protocol_is_refused(served, server):
+    server.owner = "ragkv"
+    with pytest.raises(UsageError, match="is no vLLM server"):
+        served.query(QUESTION, engine="full", top_k=1)
+    assert server.requests == []
+
+
+def test_the_servers_log_has_one_line_for_a_vllm_that_does_not_answer(caplog):
+    error = ModelServerError("vLLM at http://127.0.0.1:9 does not answer")
+    log_failure(logging.getLogger("ragkv"), "an answer failed", error, to_api_error(error))
+    [record] = caplog.records
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+
+
+@pytest.mark.parametrize(("url", "error"), [("http://127.0.0.1:9", ModelServerError), ("vllm", UsageError)])
 def test_a_server_that_is_not_there_is_named(rag, url, error):
     with RagKV.open(rag.folder, device="cpu", runtime=("vllm", url)) as served, pytest.raises(error, match=url):
         served.query(QUESTION, engine="full")
