@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,23 +60,16 @@ LIMIT = 0.1, 2e-3
 about 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A chunk of a prompt: its record, and where its first token stands."""
-
-    identity: KVIdentity
-    start: int
-
-
 @dataclass(slots=True, kw_only=True)
 class BlockRange:
     """Where a request's KV lies: tokens `start:stop` of the prompt, and all of the request's blocks so far.
 
-    `result` is the file, without the rank, for the KV of a request with `mode` "encode".
+    `parts` are the records of the prompt's first tokens; `result` is the file, without the rank, for the KV of a
+    request with `mode` "encode".
     """
 
     request: str
-    parts: tuple[Part, ...]
+    parts: tuple[KVIdentity, ...]
     start: int = 0
     stop: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -84,7 +78,7 @@ class BlockRange:
     @property
     def tokens(self) -> int:
         """Tokens of all parts."""
-        return self.parts[-1].start + self.parts[-1].identity.tokens
+        return sum(part.tokens for part in self.parts)
 
 
 @dataclass(slots=True)
@@ -256,6 +250,7 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._rotary, self._kv_heads, self._head_dim = rotary_of(config), config.num_key_value_heads, head_dim(config)
         self._ranks = parallel.tensor_parallel_size
         self._rank = parallel.rank % self._ranks
+        self._heads = head_slice(self._kv_heads, self._rank, self._ranks)
         # of the scheduler
         self._regime = ""
         self._step = StepWork()
@@ -284,7 +279,7 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         reads, parts = self._reads(request)
-        if reads is None or reads.mode or not self._reader.may_have([part.identity for part in parts]):
+        if reads is None or reads.mode or not self._reader.may_have(parts):
             return 0, False
         return max(0, self._whole(reads, request) - num_computed_tokens), False
 
@@ -336,7 +331,7 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         facts = {"regime": self._regime, "dtype": dtype, "ranks": self._ranks}
         return False, {PARAMS: {**facts, "loaded": loaded, "report": report}}
 
-    def _reads(self, request: Any) -> tuple[ChunkReads | None, tuple[Part, ...]]:
+    def _reads(self, request: Any) -> tuple[ChunkReads | None, tuple[KVIdentity, ...]]:
         """What a request may read, or wants to be noted: None unless it says so itself, and is salted for it."""
         params, prompt = (request.kv_transfer_params or {}).get(PARAMS), request.prompt_token_ids
         if not params or request.lora_request is not None or not prompt:
@@ -381,10 +376,6 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         context = self._vllm_config.compilation_config.static_forward_context
         return {extract_layer_index(name): each for name, each in context.items() if hasattr(each, "impl")}
 
-    @property
-    def _heads(self) -> slice:
-        return head_slice(self._kv_heads, self._rank, self._ranks)
-
     def get_handshake_metadata(self) -> WorkerBackend:
         return WorkerBackend("+".join(sorted({each.attn_backend.get_name() for each in self._layers.values()})))
 
@@ -406,28 +397,27 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         placed = self._placed(load.parts, len(layers))
         device = next(iter(layers.values())).kv_cache.device
         slots = slots_of(load, self._block_size).to(device)
-        moves = torch.cat([torch.full((kv.tokens,), part.start - kv.encoded_at) for part, kv in placed])
         window = slice(load.start, load.stop)
         for number, layer in layers.items():
-            key, value = (
-                torch.cat([of[number][self._heads] for of in tensors], 1)[:, window]
-                for tensors in ([kv.keys for _, kv in placed], [kv.values for _, kv in placed])
-            )
-            key = self._moved(key.to(device), number, moves[window].to(device))
-            rows = [rows.to(device, self._model.dtype).transpose(0, 1).contiguous() for rows in (key, value)]
+            kv = [self._rows(start, chunk, number, device) for start, chunk in placed]
+            whole = (torch.cat(each, 1)[:, window] for each in zip(*kv, strict=True))
+            rows = [each.to(self._model.dtype).transpose(0, 1).contiguous() for each in whole]
             layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, slots)
 
-    def _placed(self, parts: Sequence[Part], layers: int) -> list[tuple[Part, ChunkKV]]:
-        """Parts with their records; RagkvError for one that cannot be read or has another shape."""
-        placed = list(zip(parts, self._reader.read([part.identity for part in parts]), strict=True))
-        for part, kv in placed:
-            shape = (self._kv_heads, part.identity.tokens, self._head_dim)
+    def _placed(self, parts: Sequence[KVIdentity], layers: int) -> list[tuple[int, ChunkKV]]:
+        """Where each part starts, and its record; RagkvError for one that cannot be read or has another shape."""
+        for part, kv in zip(parts, kvs := self._reader.read(parts), strict=True):
+            shape = (self._kv_heads, part.tokens, self._head_dim)
             if kv.layers != layers or any(tuple(key.shape) != shape for key in (*kv.keys, *kv.values)):
                 raise RagkvError(f"a record has not {layers} layers of keys and values {shape}")
-        return placed
+        return list(zip(accumulate([kv.tokens for kv in kvs], initial=0), kvs, strict=False))
 
-    def _moved(self, keys: Tensor, layer: int, moves: Tensor) -> Tensor:
-        return self._rotary.rotate(keys[None], layer, moves[None])[0] if bool(moves.any()) else keys
+    def _rows(self, start: int, kv: ChunkKV, layer: int, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+        """This rank's keys, moved to `start`, and values of a layer, `(heads, tokens, head_dim)`."""
+        keys, values = (each[layer][self._heads].to(device) for each in (kv.keys, kv.values))
+        if move := start - kv.encoded_at:
+            keys = self._rotary.rotate(keys[None], layer, torch.full((1, kv.tokens), move, device=device))[0]
+        return keys, values
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -444,20 +434,16 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for note, noted in self._recorder.end(notes) if notes else ():
             try:
                 layers = torch.stack([kv for _, kv in sorted(noted.items())]).transpose(2, 3)
-                if not bool(layers.isfinite().all()):
-                    report = "vLLM did not compute all of the prompt"
-                else:
-                    report = self._difference(note, layers) if note.result is None else self._hand_out(note, layers)
+                report = "" if bool(layers.isfinite().all()) else "vLLM did not compute all of the prompt"
+                if note.result is None:
+                    report = report or self._difference(note, layers)
+                elif not report:  # this rank's heads
+                    save_file({"kv": layers.contiguous()}, f"{note.result}-{self._rank}")
             except Exception as error:
                 report = f"they cannot be read or written: {error}"
             self._news[note.request] = report
             if report:
                 logger.error("RagKVConnector refuses a request: %s", report)
-
-    def _hand_out(self, note: BlockRange, layers: Tensor) -> str:
-        """Write this rank's heads of the prompt's KV."""
-        save_file({"kv": layers.contiguous()}, f"{note.result}-{self._rank}")
-        return ""
 
     def _difference(self, note: BlockRange, layers: Tensor) -> str:
         """Why records are not what vLLM computes; "" if they are.
@@ -466,19 +452,15 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layer must be, which depends on a token and its place alone: so moved keys are proved too.
         """
         before: tuple[int, ...] = ()
-        for part, kv in self._placed(note.parts, len(layers)):
-            fine = {self._model.dtype, kv.dtype} == {torch.float32} and not kv.packed
-            stop, same = part.start + kv.tokens, part.identity.prefix_ids == before
-            for number, computed in enumerate(layers if same else layers[:1]):
-                moves = torch.full((kv.tokens,), part.start - kv.encoded_at)
-                stored = self._moved(kv.keys[number][self._heads], number, moves), kv.values[number][self._heads]
-                for what, mine, theirs in zip(
-                    ("keys", "values"), stored, computed[:, :, part.start : stop], strict=True
-                ):
+        for part, (start, kv) in zip(note.parts, self._placed(note.parts, len(layers)), strict=True):
+            limit = LIMIT[{self._model.dtype, kv.dtype} == {torch.float32} and not kv.packed]
+            for number, computed in enumerate(layers if part.prefix_ids == before else layers[:1]):
+                pairs = zip(self._rows(start, kv, number), computed[:, :, start : start + kv.tokens], strict=True)
+                for what, (mine, theirs) in zip(("keys", "values"), pairs, strict=True):
                     far = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
-                    if not far <= LIMIT[fine]:
+                    if not far <= limit:
                         return f"{what} of layer {number} differ from vLLM's own prefill by {far:.2g} of their length"
-            before += part.identity.chunk_ids
+            before += part.chunk_ids
         return ""
 
     def build_connector_worker_meta(self) -> Reports | None:
@@ -489,13 +471,12 @@ class RagKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._reader.close()
 
 
-def _parts(reads: ChunkReads, prompt: Sequence[int]) -> tuple[Part, ...]:
+def _parts(reads: ChunkReads, prompt: Sequence[int]) -> tuple[KVIdentity, ...]:
     """The records of a prompt's first tokens; their ids are the prompt's own."""
-    parts, start = list[Part](), 0
+    parts, start = list[KVIdentity](), 0
     for encoding, tokens, before in reads.chunks:
         ids = tuple(prompt[start : start + tokens])
-        identity = KVIdentity(model=reads.model, encoding=encoding, prefix_ids=before, chunk_ids=ids)
-        parts.append(Part(identity=identity, start=start))
+        parts.append(KVIdentity(model=reads.model, encoding=encoding, prefix_ids=before, chunk_ids=ids))
         start += tokens
     return tuple(parts)
 
