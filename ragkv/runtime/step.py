@@ -110,7 +110,7 @@ class Job:
         self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], rows: Sequence[int], logits: Tensor
     ) -> None:
         """Record that these slices were read; `logits` `(sum(rows), vocab)` has `rows` for each of them."""
-        self._no_logits = logits[:0]
+        self._no_logits = logits[:0] + 0  # a view would keep all of the logits alive
         for (i, _, ids), scores in zip(slices, _split(logits, rows), strict=True):
             self._left[i] = self._left[i][len(ids) :]
             if len(scores) and not self._left[i]:

@@ -23,7 +23,7 @@ from starlette.datastructures import UploadFile
 from ragkv.errors import IngestError, RagkvError, StoreBusyError
 from ragkv.ingest import IngestProgress, IngestReport, Skipped, SourceFile, from_bytes
 from ragkv.ingest.watch import FolderChanges
-from ragkv.server.errors import ApiError, stopping_error, too_many
+from ragkv.server.errors import ApiError, readable_error, stopping_error, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
@@ -215,7 +215,7 @@ class JobQueue:
             except IngestError as error:
                 self._end(job, "failed", IngestReport(skipped=list(error.skipped)), str(error))
             except RagkvError as error:
-                self._end(job, "failed", job.committed(store), str(error))
+                self._end(job, "failed", job.committed(store), readable_error(error))
             except Exception:
                 logger.exception("ingest job %s failed", job.facts.id)
                 self._end(job, "failed", job.committed(store), "The server failed; its log says more.")
