@@ -38,7 +38,7 @@ from ragkv.cli.options import (
     engine_lists,
     given_names,
 )
-from ragkv.config import CONFIG_FILE, LLAMA_CPP
+from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def doctor(
     from ragkv.index.quality import keep_quality
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config, codec_names
+    from ragkv.types import Capability
 
     compares = any(value is not None for value in (model, questions, engines, codecs)) or quick
     if health and compares:
@@ -181,13 +182,13 @@ def doctor(
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
             specs = specs or [Spec(name) for name in rag.config.engines]
-        if coded and rag.config.executor == LLAMA_CPP and model is None:
-            raise UsageError("The runtime llama-cpp stores states of its own, which no codec changes; omit --codecs.")
         if coded is None:
             coded = [rag.config.codec] if quick else codec_names()
         if not stats.chunks:
             raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
         judge = Doctor(rag, model, engines=specs, codecs=coded, top_k=top_k, max_new_tokens=max_new_tokens)
+        if codecs is not None and coded and Capability.TENSORS in judge.reader.model.missing_capabilities:
+            raise UsageError("The runtime llama-cpp stores states of its own, which no codec changes; omit --codecs.")
         report["model"] = judge.reader.to_json()
         report["todo"] = list(dict.fromkeys([*remedies(stats, judge.reader), *report["todo"]]))
         if not as_json:

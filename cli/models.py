@@ -25,8 +25,9 @@ def models(
 ) -> None:
     """Show what a model needs, and which engines run on it exactly.
 
-    The model is loaded and self-checked; then engines, bytes of KV per token and codec, memory, positions, and what
-    will be slow. A model that ragkv cannot run is an error that says why. docs/models.md has a table of the families.
+    The model is loaded by the runtime that it has by default, and self-checked; then engines, bytes of KV per token and
+    codec, memory, positions, and what will be slow. A model that ragkv cannot run is an error that says why.
+    docs/models.md has a table of the families.
 
     Example: `ragkv models Qwen/Qwen3-4B`
     """
@@ -39,14 +40,15 @@ def models(
 
 
 def _show(requirements: ModelRequirements) -> None:
+    context = next(iter(requirements.kv_bytes.values()))
     able = [name for name, reason in requirements.engines.items() if reason is None]
     rows = [
         ("model", f"{requirements.name} ({requirements.family})"),
         ("parameters", f"{requirements.parameters / 1e6:,.1f}M, {requirements.dtype} on {requirements.device}"),
+        ("runtime", requirements.runtime),
         (
             "memory",
-            f"{size(requirements.weight_bytes)} of weights, {size(1000 * requirements.kv_bytes['raw'])} for 1,000 "
-            "tokens of context",
+            f"{size(requirements.weight_bytes)} of weights, {size(1000 * context)} for 1,000 tokens of context",
         ),
         ("positions", "no limit known" if requirements.positions is None else f"{requirements.positions:,}"),
         ("engines", ", ".join(able)),

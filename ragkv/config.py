@@ -248,8 +248,8 @@ class IndexConfig:
     executor: Annotated[
         Literal["transformers", "llama-cpp", "vllm"],
         Option(
-            "What runs the model: transformers, llama-cpp, which runs a .gguf file at its own size, or vllm URL.",
-            unset="llama-cpp for a .gguf file where llama-cpp-python is installed",
+            "What runs the model: transformers, llama-cpp (.gguf files at their own size, and smollm2), or vllm URL.",
+            unset="llama-cpp for a .gguf file and smollm2 where llama-cpp-python is installed",
             flag="--runtime",
             doors=_INGEST,
         ),

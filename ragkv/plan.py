@@ -29,7 +29,7 @@ from ragkv.ingest.source import GivenPath, Skipped, SourceFile, find_sources, fl
 from ragkv.pipeline import RagKV
 from ragkv.store import KVIdentity, codec_from_config
 from ragkv.store.record import encode_record
-from ragkv.types import Document, Encoding, ScoredChunk
+from ragkv.types import Capability, Document, Encoding, ScoredChunk
 from ragkv.util.processors import cores
 
 SECONDS = 30.0
@@ -289,10 +289,11 @@ def _first_tokens(rag: RagKV, engine: str, seconds: float) -> list[float]:
 
 
 def _record_bytes(rag: RagKV, token_ids: tuple[int, ...]) -> dict[str, int]:
-    """The bytes of a chunk's record by codec, that of the index first."""
+    """The bytes of a chunk's record by codec, that of the index first; alone if the runtime stores its own states."""
     [kv] = rag.model.encode([token_ids])
     identity = KVIdentity(model="plan", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=token_ids)
-    codecs = dict.fromkeys((rag.config.codec, *CODECS))
+    opaque = Capability.TENSORS in rag.model.missing_capabilities  # a state of the runtime's, which no codec changes
+    codecs = dict.fromkeys((rag.config.codec, *(() if opaque else CODECS)))
     return {name: encode_record(kv, identity, codec_from_config({"id": name})).stored_bytes for name in codecs}
 
 

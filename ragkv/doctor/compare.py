@@ -9,15 +9,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.config import LLAMA_CPP, TRANSFORMERS
 from ragkv.decoding import GREEDY, Decoding
 from ragkv.engines import ContextChunk, Engine, Request
 from ragkv.errors import KVMismatchError, UnsupportedModelError
+from ragkv.index.index import fingerprint_of, load_language_model, runs_by_llama_cpp
 from ragkv.ingest import encode_identities
 from ragkv.ingest.encoding import chunk_identity, seen_before
 from ragkv.model.checkpoint import resolve
@@ -43,9 +45,10 @@ class ChunkReader:
     in its own tokens.
     """
 
-    def __init__(self, rag: RagKV, name: str | None = None, dtype: str | None = None) -> None:
-        from ragkv.model.self_check import load_model
-
+    def __init__(
+        self, rag: RagKV, name: str | None = None, dtype: str | None = None, *, engines: Sequence[str] = ()
+    ) -> None:
+        """`engines`: those that another model has to run, which decide about its runtime."""
         config, index = rag.config, rag.index
         self.name, dtype = name or config.model, dtype or config.dtype
         self._store = rag.store
@@ -60,9 +63,11 @@ class ChunkReader:
                 self.current = False
         else:
             checkpoint = resolve(self.name)
-            self.model = load_model(self.name, dtype=dtype, device=index.device)
-            revision = None if checkpoint.local else self.model.revision
-            self.cut_by = self.fingerprint = checkpoint.fingerprint(dtype, revision, device=index.device)
+            settings = {"dtype": dtype, "codec": config.codec, "engines": engines, "encoding": config.encoding.context}
+            runtime = LLAMA_CPP if runs_by_llama_cpp(checkpoint, settings) else TRANSFORMERS
+            config = replace(config, model=self.name, dtype=cast("Any", dtype), executor=cast("Any", runtime))
+            self.model = load_language_model(config, index.device)
+            self.cut_by = self.fingerprint = fingerprint_of(config, index.device, lambda: self.model.revision)
             self.prompt = render(config.prompt, self.model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(self.model.tokens)
         self._memory = MemoryTier(HELD_BYTES)

@@ -176,7 +176,8 @@ class Doctor:
         self._rag = rag
         self._top_k = top_k or config.top_k
         self._max_new_tokens = max_new_tokens
-        self.reader = ChunkReader(rag, model)
+        names = config.engines if engines is None else [spec.name for spec in engines]
+        self.reader = ChunkReader(rag, model, engines=names)
         if Capability.TENSORS in self.reader.model.missing_capabilities:
             codecs = ()  # the runtime's own states are stored as they are
         specs = [*map(Spec, config.engines), *_alternatives(config, self.reader)] if engines is None else engines

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,10 @@ from ragkv.index.index import (
     load_models,
     require_vllm,
     retrieval_defaults,
+    runs_by_llama_cpp,
     validate_vectors,
 )
-from ragkv.model.checkpoint import MINI, Checkpoint, lasting, resolve
+from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
 from ragkv.types import Capability
@@ -207,7 +207,7 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if isinstance(engines, list | tuple) and engines and defaults["default_engine"] not in engines:
         defaults["default_engine"] = engines[0]
     defaults |= {name: recommended[name] for name in ("chunk_tokens", "top_k") if name in recommended}
-    if checkpoint is not None and _by_llama_cpp(checkpoint, settings):
+    if checkpoint is not None and runs_by_llama_cpp(checkpoint, settings):
         defaults["executor"] = LLAMA_CPP
     if settings.get("executor") == VLLM:
         defaults |= {"engines": ("block",), "default_engine": "block"}
@@ -219,23 +219,6 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if checkpoint.block_over != "standalone" and block.get("preset") != "no-positions":
         tuning = {**tuning, "block": {"over": checkpoint.block_over, **block}}
     return replace(config, prompt=checkpoint.tuned_words(config.prompt), tuning=tuning)
-
-
-_LLAMA_CPP_ENGINES = frozenset({"full", "single", "block", "pced", "ape", "ippd"})
-
-
-def _by_llama_cpp(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> bool:
-    """Whether llama.cpp is the default for a new index: it is there, and has all that the settings ask for."""
-    packages = ("llama_cpp",) if checkpoint.adapter is None else ("llama_cpp", "gguf")
-    if checkpoint.file is None or not all(map(find_spec, packages)):
-        return False
-    engines = {*settings.get("engines", ()), settings.get("default_engine", "full")}
-    return (
-        settings.get("dtype", "auto") == "auto"
-        and settings.get("codec", "half") in ("half", "raw", "zstd", "q8")
-        and engines <= _LLAMA_CPP_ENGINES
-        and not settings.get("encoding")
-    )
 
 
 def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageModel) -> IndexConfig:

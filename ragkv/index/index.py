@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,7 +53,7 @@ from ragkv.index.quality import QUALITY, are_reports
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.mini import embedder_path
-from ragkv.model.checkpoint import MINI, MINILM, pick_device, pick_devices, resolve
+from ragkv.model.checkpoint import MINI, MINILM, Checkpoint, pick_device, pick_devices, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
     Embedder,
@@ -369,6 +370,23 @@ class Encoders:
             + f" embedder {name!r}; run ragkv ingest on all of its documents again, or search with --retrieval bm25.",
             param="retrieval",
         )
+
+
+_LLAMA_CPP_ENGINES = frozenset({"full", "single", "block", "pced", "ape", "ippd"})
+
+
+def runs_by_llama_cpp(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp is the default of a model: it is there, and has all that the settings ask for."""
+    packages = ("llama_cpp",) if checkpoint.adapter is None else ("llama_cpp", "gguf")
+    if checkpoint.file is None or not all(map(find_spec, packages)):
+        return False
+    engines = {*settings.get("engines", ()), settings.get("default_engine", "full")}
+    return (
+        settings.get("dtype", "auto") == "auto"
+        and settings.get("codec", "half") in ("half", "raw", "zstd", "q8")
+        and engines <= _LLAMA_CPP_ENGINES
+        and not settings.get("encoding")
+    )
 
 
 def load_models(config: IndexConfig, device: str | None) -> tuple[LanguageModel, Embedder | None, Reranker | None]:

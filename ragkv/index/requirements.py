@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ragkv.config import LLAMA_CPP, TRANSFORMERS, IndexConfig
 from ragkv.engines import engine_names, make_engine, unsupported_reason
-from ragkv.model.checkpoint import computes_in
+from ragkv.index.index import load_language_model, runs_by_llama_cpp
+from ragkv.model.checkpoint import computes_in, resolve
 from ragkv.store import KVIdentity, codec_from_config, codec_names
 from ragkv.store.record import encode_record
 from ragkv.types import Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
+    from ragkv.config import ModelDType
     from ragkv.model.language_model import LanguageModel
 
 _TOKENS = 256
@@ -24,13 +27,15 @@ _TOKENS = 256
 class ModelRequirements:
     """The requirements of a loaded model. `engines`: None for an exact one, else why it is refused.
 
-    `kv_bytes` by codec: bytes per additional token of a chunk. `state_bytes` per chunk, for recurrent layers.
+    `dtype` by llama-cpp: what the file holds. `kv_bytes` by codec: bytes per additional token of a chunk; llama.cpp's
+    states have one codec. `state_bytes` per chunk, for recurrent layers and what llama.cpp adds to each state.
     `expanded_bytes` per token: the size of full keys and values, for latent attention. `slow`: sentences on what will
     be slow, and why.
     """
 
     name: str
     family: str
+    runtime: str
     dtype: str
     device: str
     parameters: int
@@ -55,21 +60,23 @@ class ModelRequirements:
 
 def model_requirements(name: str, *, dtype: str = "auto", device: str | None = None) -> ModelRequirements:
     """Load a model and measure it. Raises ModelLoadError or UnsupportedModelError if it cannot be run."""
-    from ragkv.model.self_check import load_model
-
-    model = load_model(name, dtype=dtype, device=device)
+    opaque = runs_by_llama_cpp(resolve(name), {"dtype": dtype})
+    runtime = LLAMA_CPP if opaque else TRANSFORMERS
+    config = IndexConfig(model=name, dtype=cast("ModelDType", dtype), executor=cast("Any", runtime))
+    model = load_language_model(config, device)
     engines = {name: unsupported_reason(make_engine(name, {}), model) for name in engine_names()}
-    packed = model.checkpoint.quantised(model.device, model.revision)
+    packed = None if opaque else model.checkpoint.quantised(model.device, model.revision)
     tokens = min(_TOKENS, model.max_positions or _TOKENS)
     ids = [i % min(model.config.vocab_size, 1000) for i in range(3, 3 + tokens)]
     kv, half = model.encode([ids, ids[: tokens // 2]])
     return ModelRequirements(
         name=name,
         family=model.config.model_type,
-        dtype=str(model.dtype).removeprefix("torch."),
+        runtime=runtime,
+        dtype=model.precision if opaque else str(model.dtype).removeprefix("torch."),
         device=", ".join(dict.fromkeys(map(str, model.place))) if isinstance(model.place, tuple) else str(model.place),
         parameters=model.parameters,
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.network.parameters()),
+        weight_bytes=model.weight_bytes,
         positions=model.max_positions,
         windows=tuple(model.windows),
         quantised=None if packed is None else packed.regime,
@@ -77,11 +84,11 @@ def model_requirements(name: str, *, dtype: str = "auto", device: str | None = N
         kv_bytes={
             codec: max(0, _stored(kv, codec) - _stored(half, codec))
             / (kv.tokens - half.tokens)  # without the part of constant size
-            for codec in sorted(codec_names(), key=lambda each: each != "raw")
+            for codec in (["half"] if opaque else sorted(codec_names(), key=lambda each: each != "raw"))
         },
         state_bytes=kv.shape.state_bytes,
         expanded_bytes=_expanded(model),
-        slow=tuple(_slow(model, engines)),
+        slow=() if opaque else tuple(_slow(model, engines)),
     )
 
 

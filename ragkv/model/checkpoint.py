@@ -305,6 +305,10 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
     if a_file:
         raise ModelLoadError(f"{name!r} is a file; give the model's folder, the one that holds config.json.")
     if name == MINI or _is_path(name):
+        if marks == _MARKS[:1] and folder.suffix.lower() == ".gguf":
+            raise ModelLoadError(
+                f"No file at {name!r}; give a .gguf file, a folder in Hugging Face layout or a hub id."
+            )
         raise ModelLoadError(f"No model folder at {name!r}; give a folder in Hugging Face layout or a hub id.")
     return Checkpoint(name=name, location=name, local=False)
 

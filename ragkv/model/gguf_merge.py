@@ -2,7 +2,7 @@
 
 The projections that the adapter changes are unpacked, become W + alpha / rank · BA (LoRA, 2106.09685, §4.1) and are
 packed again, as Q8_0: in the 4 bits of the original the rounding would be as large as the change. All else is copied.
-(llama-cpp-python 0.3.36 ends with SIGFPE when it computes with an adapter beside the weights.)
+(A LoRA that was set at run time ended the process here; this was not looked into.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +20,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
-from ragkv.util.files import make_folder, parse_json, read_plain, sync_path, user_folder
+from ragkv.util.files import make_folder, sync_path, user_folder
 
 if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
 
 REGIME = "merged-q8_0-1"
 """Part of the identity of a model that is run from a merged file; it changes with the numbers in it."""
-_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 _Pairs = dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
 
 
 def merged_file(checkpoint: Checkpoint) -> Path:
-    """The file of a checkpoint with its adapter, which is made at its first use; its name holds its checksum.
+    """A checkpoint with its adapter, made at its first use in place of earlier ones; its name has its checksum.
 
     Raises ModelLoadError for an adapter of another model and without a cache, MissingExtraError without gguf.
     """
@@ -55,6 +55,9 @@ def merged_file(checkpoint: Checkpoint) -> Path:
         sync_path(fresh)
         path = folder / f"{name}-{_checksum(fresh)}.gguf"
         fresh.replace(path)
+        for old in {*folder.glob("*.gguf")} - {path}:  # of another adapter or file, or of numbers made otherwise
+            with suppress(OSError):  # Windows keeps a file that is mapped
+                old.unlink()
     except OSError as error:
         raise ModelLoadError(
             f"The merged weights of model {checkpoint.name!r} cannot be written to {folder} "
@@ -81,7 +84,9 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     scale, pairs = _adapter(Path(str(checkpoint.adapter)), {name: field.contents for name, field in facts.items()})
     writer = gguf.GGUFWriter(path, family)
     for name, field in facts.items():
-        if name != "general.architecture":
+        if name == "general.file_type":
+            writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+        elif name != "general.architecture":
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -105,18 +110,16 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
 def _adapter(folder: Path, facts: dict[str, Any]) -> tuple[float, _Pairs]:
     """Its scale, and A and B of each tensor by llama.cpp's name, with rows in llama.cpp's order."""
     import gguf
-    from safetensors import safe_open
 
-    settings = parse_json(read_plain(folder / "adapter_config.json"))
+    from ragkv.model.loading import adapter_pairs  # imports torch, which only a merge needs
+
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, facts["llama.block_count"]())
     heads = {"q_proj": facts["llama.attention.head_count"](), "k_proj": facts["llama.attention.head_count_kv"]()}
+    scale, modules = adapter_pairs(folder)
     pairs: _Pairs = {}
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:  # numpy has no bfloat16
-        for name in (name for name in file.keys() if name.endswith(_LORA_A)):  # noqa: SIM118
-            module = name.removeprefix("base_model.model.").removesuffix(_LORA_A)
-            down, up = (file.get_tensor(part).float().numpy() for part in (name, name.replace(_LORA_A, _LORA_B)))
-            if count := heads.get(module.rpartition(".")[2]):  # llama.cpp rotates neighbours, not halves of a head
-                rows, rank = up.shape
-                up = up.reshape(count, 2, rows // count // 2, rank).swapaxes(1, 2).reshape(rows, rank)
-            pairs[f"{names.get_name(module)}.weight"] = down, up
-    return settings["lora_alpha"] / settings["r"], pairs
+    for module, (down, up) in modules.items():
+        rows = up.numpy()
+        if count := heads.get(module.rpartition(".")[2]):  # llama.cpp rotates neighbours, not halves of a head
+            rows = rows.reshape(count, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        pairs[f"{names.get_name(module)}.weight"] = down.numpy(), rows
+    return scale, pairs

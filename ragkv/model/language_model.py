@@ -267,6 +267,10 @@ class LanguageModel:
         """The precision that it computes in: the name of its dtype, or "int8" for int8 weights."""
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self.network.parameters())
+
     @cached_property
     def kv_shape(self) -> KVShape:
         """The shape of its KV, from the KV of one token."""

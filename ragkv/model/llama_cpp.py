@@ -191,11 +191,11 @@ class LlamaFile:
         return None if length < 0 else buffer.value.decode(errors="replace")
 
     @cached_property
-    def description(self) -> str:
-        """Family, size and quantisation, as llama.cpp names them."""
+    def quantisation(self) -> str:
+        """As llama.cpp names it ("Q4_K - Medium"), without the family and size that it guesses before it."""
         buffer = ctypes.create_string_buffer(256)
         self.api.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode(errors="replace")
+        return buffer.value.decode(errors="replace").split(" ", 2)[-1]
 
     @cached_property
     def max_positions(self) -> int:

@@ -216,19 +216,30 @@ def merge_adapter(model: Any, folder: Path) -> None:
 
     Raises ModelLoadError for an adapter of another kind or of another model.
     """
+    scale, pairs = adapter_pairs(folder)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for module, (down, up) in pairs.items():
+            weight = parameters.get(f"{module}.weight")
+            if weight is None or weight.shape != (up.shape[0], down.shape[1]):
+                raise ModelLoadError(f"{folder} is an adapter of another model: {module} has no place in this one.")
+            weight.copy_(weight.float() + scale * (up @ down).to(weight.device))
+
+
+def adapter_pairs(folder: Path) -> tuple[float, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """The scale of a LoRA adapter in peft's layout, and by its modules in order A `(rank, in)` and B `(out, rank)` in
+    fp32. ModelLoadError for one of another kind.
+    """
     settings = parse_json(read_plain(folder / "adapter_config.json"))
     plain = isinstance(settings, dict) and settings.get("peft_type") == "LORA" and settings.get("bias") == "none"
     if not plain or any(settings.get(name) for name in _NOT_PLAIN):
         raise ModelLoadError(f"{folder} is not a plain LoRA adapter; merge it and give the merged model.")
-    scale = settings["lora_alpha"] / settings["r"]
-    parameters = dict(model.named_parameters())
-    with safe_open(folder / ADAPTER, framework="pt") as file, torch.no_grad():
+    pairs = {}
+    with safe_open(folder / ADAPTER, framework="pt") as file:
         for name in sorted(name for name in file.keys() if name.endswith(_LORA_A)):  # noqa: SIM118
-            weight = parameters.get(name.removeprefix("base_model.model.").removesuffix(_LORA_A) + ".weight")
-            down, up = (file.get_tensor(one).float() for one in (name, name.replace(_LORA_A, _LORA_B)))
-            if weight is None or weight.shape != (up.shape[0], down.shape[1]):
-                raise ModelLoadError(f"{folder} is an adapter of another model: {name} has no place in this one.")
-            weight.copy_(weight.float() + scale * (up @ down).to(weight.device))
+            down, up = (file.get_tensor(part).float() for part in (name, name.replace(_LORA_A, _LORA_B)))
+            pairs[name.removeprefix("base_model.model.").removesuffix(_LORA_A)] = down, up
+    return settings["lora_alpha"] / settings["r"], pairs
 
 
 def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:

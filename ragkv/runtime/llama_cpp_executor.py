@@ -102,11 +102,11 @@ class LlamaCppModel:
         self.tokens = Tokens(tokenizer)
         self.eos_ids = tokenizer.end_ids
         self.max_positions: int | None = file.max_positions
-        self.parameters = file.parameters
+        self.parameters, self.weight_bytes = file.parameters, file.weight_bytes
         self.windows = [file.window] if file.window else []
         self.config = SimpleNamespace(vocab_size=file.vocab_size, hidden_size=file.hidden, model_type=file.family)
         self.dtype = file.settings.kv_type
-        self.precision = file.description
+        self.precision = file.quantisation
         widths = [_RUN] * (form.per_token // _RUN) + [form.per_token % _RUN] * bool(form.per_token % _RUN)
         self.kv_shape = KVShape(
             "uint8",

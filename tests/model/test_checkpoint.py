@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 ABSENT = (
     *("./models/typo", "../typo", "/models/typo", "~/models/typo", "~nobody-here/model", "models/qwen/typo", "typo/"),
-    *(r"C:\models\typo", "C:/typo", "typo.gguf", "models/typo.safetensors", "two words", "a/b/c", "some/typo\n"),
+    *(r"C:\models\typo", "C:/typo", "models/typo.safetensors", "two words", "a/b/c", "some/typo\n"),
     *("a\0b", "\udcff"),
 )
 
@@ -64,6 +64,7 @@ ABSENT = (
     ("name", "says"),
     [
         *((name, "No model folder at") for name in ABSENT),
+        ("typo.gguf", "No file at 'typo.gguf'; give a .gguf file"),
         ("", "name is empty"),
         ("  ", "name is empty"),
         ("model.ggml", "is a file; give the model's folder"),

@@ -23,15 +23,19 @@ from safetensors.torch import save_file
 
 from ragkv import RagKV
 from ragkv.benchmarks.speed.llama_cpp import LlamaCpp, quantised
+from ragkv.doctor.compare import ChunkReader
 from ragkv.doctor.questions import GoldenQuestion
 from ragkv.doctor.report import Doctor
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, RagkvError, UnsupportedModelError
+from ragkv.index.index import runs_by_llama_cpp
 from ragkv.index.pack import unpack
+from ragkv.index.requirements import model_requirements
 from ragkv.mini import embedder_path
-from ragkv.model.checkpoint import Checkpoint
+from ragkv.model.checkpoint import Checkpoint, resolve
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.loading import merge_adapter
+from ragkv.plan import _record_bytes
 from ragkv.runtime import Generation, Runtime
 from ragkv.store import store
 from ragkv.store.maintenance.maintenance import Maintenance
@@ -597,6 +601,8 @@ def test_an_adapter_is_merged_into_a_file_of_the_cache(files, make_model, tmp_pa
     dense = LanguageModel(copy.deepcopy(model.module), model.tokens._tokenizer, model.checkpoint)
     merge_adapter(dense.module, adapter)
     path, engine = files(), make_engine("block", {})
+    (tmp_path / "ragkv/llama-cpp").mkdir(parents=True)
+    (tmp_path / "ragkv/llama-cpp/of-another-adapter.gguf").touch()
     checkpoint = Checkpoint(name="tuned", location=str(path.parent), local=True, file=path.name, adapter=str(adapter))
     options = {"dtype": "auto", "device": "cpu", "codec": "half"}
     assert llama_cpp_executor.fingerprint(checkpoint, **options) != llama_cpp_executor.fingerprint(
@@ -613,3 +619,14 @@ def test_an_adapter_is_merged_into_a_file_of_the_cache(files, make_model, tmp_pa
             merged.write_bytes(content)
         scores = forced(llama_cpp_executor.load(checkpoint, **options), engine, [50, 60], **PARTS)
         assert divergence(expected, scores).max() < changed / 20
+
+
+def test_models_doctor_and_plan_take_the_runtime_of_a_new_index(files, index):
+    model = str(files("qwen3"))
+    shown = model_requirements(model)
+    assert (shown.runtime, shown.dtype, [*shown.kv_bytes]) == ("llama-cpp", "(guessed) all F32", ["half"])
+    assert (shown.engines["block"], shown.engines["blend"] is None) == (None, False)
+    for settings in ({"dtype": "float32"}, {"engines": ["blend"]}, {"encoding": 64}):
+        assert not runs_by_llama_cpp(resolve(model), settings)
+    assert ChunkReader(index, model, engines=["block"]).to_json()["dtype"] == "(guessed) all F32"
+    assert [*_record_bytes(index, (50, 51, 52))] == ["half"]
