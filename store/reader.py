@@ -26,6 +26,7 @@ from ragkv.store.record import (
     KVIdentity,
     Manifest,
     checked_payloads,
+    checked_segment,
     decode_segments,
     new_buffer,
     packed_parts,
@@ -184,6 +185,20 @@ def read_many(
         if record.error is not None:
             warn_unusable(record.key, record.error)
     return {identity: record.kv for identity, record in loading.items() if record.kv is not None}
+
+
+def intact_manifest(txn: Transaction, identity: KVIdentity, shape: KVShape) -> Manifest | None:
+    """The manifest of a record with the right checksums; None, as in `read_many`, for any other. Nothing is decoded."""
+    key = identity.key()
+    manifest = find_manifest(txn, key, identity, shape)
+    try:
+        if manifest is not None:
+            for index, payload in enumerate(checked_payloads(manifest, partial(txn.segment, key))):
+                checked_segment(manifest, index, payload)
+        return manifest
+    except DamagedError as error:
+        warn_unusable(key, error)
+        return None
 
 
 def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:

@@ -686,7 +686,7 @@ def record_tensors(
     the buffer itself (`OpaqueKV`).
     """
     if manifest.dtype == "uint8" and isinstance(buffer, np.ndarray):
-        kv = OpaqueKV(data=buffer, shape=manifest.shape, tokens=manifest.tokens, encoded_at=manifest.encoded_at)
+        kv = OpaqueKV(source=buffer, shape=manifest.shape, tokens=manifest.tokens, encoded_at=manifest.encoded_at)
         return cast("ChunkKV", kv)
     end, extra = manifest.kv_bytes, 0 if packing is None else packing.extra
     flat = typed_tensor(manifest.dtype, buffer[:end]) if packing is None else typed_tensor(packing.dtype, buffer)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.cache import MemoryTier
@@ -41,7 +41,7 @@ from ragkv.store.maintenance.space import (
     survey_documents,
 )
 from ragkv.store.maintenance.verify import chunk_named
-from ragkv.store.reader import read_many, warn_unusable
+from ragkv.store.reader import intact_manifest, read_many, warn_unusable
 from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape, round_trip
 from ragkv.store.tables import (
     INDEX_OWNER,
@@ -70,6 +70,9 @@ from ragkv.util import batches
 from ragkv.util.files import parse_json, refusal
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ragkv.attention.kv import ChunkKV, Place
 
 T = TypeVar("T")
@@ -100,6 +103,8 @@ class Store:
         self.readonly = database.readonly if readonly is None else readonly
         self.codec = codec
         self.directory = database.directory
+        self._state_bytes = 0
+        """Read since pages were given back."""
 
     @staticmethod
     def exists(path: Path | str) -> bool:
@@ -467,17 +472,12 @@ class Store:
         record of shapes may be wrong if the store is foreign.
         """
         wanted = list(dict.fromkeys(identities))
+        if shape is not None and shape.dtype == "uint8":
+            return {of: kv for of in wanted if (kv := self._state(of, shape)) is not None}
         try:
             with self._live().read() as txn:
                 if not isinstance(device, tuple):
-                    kvs = read_many(txn, wanted, shape, device)
-                    if (
-                        shape is not None
-                        and shape.dtype == "uint8"
-                        and sum(kv.nbytes for kv in kvs.values()) > _LARGE_READ_BYTES
-                    ):
-                        self.maintenance.give_back_pages()  # llama.cpp makes a copy of its own besides
-                    return kvs
+                    return read_many(txn, wanted, shape, device)
                 return {of: kv.to(device) for of, kv in read_many(txn, wanted, shape).items()}
         except CorruptStoreError as error:
             # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
@@ -485,6 +485,43 @@ class Store:
                 warn_unusable(wanted[0].key(), error)
                 return {}
             return {of: kv for one in wanted for of, kv in self.get_many([one], device=device, shape=shape).items()}
+
+    def _state(self, identity: KVIdentity, shape: KVShape) -> ChunkKV | None:
+        """A state of llama.cpp whose record is intact. Its bytes are read when llama.cpp copies them to its cells, so
+        that they are not in memory twice.
+        """
+        from ragkv.attention.kv import OpaqueKV
+
+        manifest = self._read_state(identity, shape, lambda txn: intact_manifest(txn, identity, shape))
+        if manifest is None:
+            return None
+
+        def read() -> NDArray[np.uint8] | None:
+            kv: Any = self._read_state(identity, shape, lambda txn: read_many(txn, [identity], shape).get(identity))
+            return None if kv is None else cast("NDArray[np.uint8]", kv.data)
+
+        kv = OpaqueKV(
+            source=read,
+            shape=manifest.shape,
+            tokens=manifest.tokens,
+            encoded_at=manifest.encoded_at,
+            identity=identity,
+        )
+        return cast("ChunkKV", kv)
+
+    def _read_state(self, identity: KVIdentity, shape: KVShape, read: Callable[[Transaction], T | None]) -> T | None:
+        """What `read` finds of a record; now and then, the pages that were read leave memory."""
+        try:
+            with self._live().read() as txn:
+                result = read(txn)
+        except CorruptStoreError as error:
+            warn_unusable(identity.key(), error)
+            return None
+        self._state_bytes += shape.nbytes(identity.tokens)
+        if self._state_bytes > _LARGE_READ_BYTES:
+            self._state_bytes = 0
+            self.maintenance.give_back_pages()
+        return result
 
     def memory(
         self, device: Place | str = "cpu", *, budget: int | None = None, unstored: Container[bytes] = ()

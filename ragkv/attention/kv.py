@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.errors import UnsupportedModelError
+from ragkv.errors import RagkvError, UnsupportedModelError
 from ragkv.types import ITEM_SIZES, MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 from ragkv.util.lazy import LazyModule
 
@@ -253,22 +253,42 @@ def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class StateGoneError(RagkvError):
+    """The record of a chunk's KV was deleted after a question had chosen it."""
+
+    def __init__(self, kv: OpaqueKV) -> None:
+        super().__init__("The KV of a chunk was deleted while a question waited for it; ask again.")
+        self.kv = kv
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class OpaqueKV:
     """One chunk's KV in a form that only another runtime reads: bytes on the processor, as a record of this `shape`
     holds them, layer by layer and then the states.
+
+    `source` is the bytes, or reads them from a store, which gives None once the record of this
+    `identity` (a `KVIdentity`) is gone.
     """
 
-    data: NDArray[np.uint8]
+    source: NDArray[np.uint8] | Callable[[], NDArray[np.uint8] | None]
     shape: KVShape
     tokens: int
     encoded_at: int = 0
+    identity: Any = None
 
     packed = True
 
     @property
+    def data(self) -> NDArray[np.uint8]:
+        """The bytes; StateGoneError if they are no longer stored."""
+        state = self.source() if callable(self.source) else self.source
+        if state is None:
+            raise StateGoneError(self)
+        return state
+
+    @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.shape.nbytes(self.tokens)
 
     def head(self, tokens: int) -> OpaqueKV:
         """As of a `ChunkKV` with states."""
@@ -278,7 +298,7 @@ class OpaqueKV:
 
     def to(self, place: Place, *, copy: bool = False) -> OpaqueKV:
         """As of a `ChunkKV`; it stays where it is."""
-        return replace(self, data=self.data.copy()) if copy else self
+        return replace(self, source=self.data.copy()) if copy else self
 
 
 class CopyStream:

@@ -424,6 +424,8 @@ class KVSource:
 
     @cached_property
     def _budget(self) -> int:
+        if self._index.shape.dtype == "uint8":  # its bytes are not kept: llama.cpp has them in its cells
+            return 0
         whole = memory_budget(self._index.config.memory_budget, self._index.model.place)
         return whole - whole // _UNPACKED if self._unpacks else whole
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,6 +238,8 @@ class _Loaded:
     start: int
     number: int | None
     readers: int = 0
+    state: NDArray[np.uint8] | None = None
+    """Its bytes, if it has no sequence from which they can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +323,14 @@ class LlamaContext:
                 chunk.kv.tokens for _, chunks in new for chunk in chunks if self._key(chunk) not in self._loaded
             )
             self._make_room(more)
-            for slot, chunks in new:
-                self._enter(slot, chunks)
             try:
+                for slot, chunks in new:
+                    self._enter(slot, chunks)
                 rows = self._decode(work)
             except BaseException:
-                for slot, _, _, _ in work:
+                for slot, _ in new:
+                    self.release(slot)
+                for slot in (slot for slot, _, _, _ in work if slot.number is not None):
                     self.api.llama_memory_seq_rm(self._memory, slot.number, slot.start + slot.length, -1)
                 raise
             for slot, ids, _, _ in work:
@@ -377,8 +381,9 @@ class LlamaContext:
         """A free sequence; chunks give theirs up for it."""
         if not self._free:
             for key, loaded in list(self._loaded.items())[: self.sequences // 4]:
-                del self._loaded[key]
                 assert loaded.number is not None
+                loaded.state = self._bytes_of(loaded.chunk)
+                del self._loaded[key]
                 self._drop(loaded.number)
                 loaded.number = None
         if not self._free:
@@ -402,11 +407,18 @@ class LlamaContext:
         self._take_back()  # those that were dropped meanwhile; from here on, none is
         own = [self.state(slot) if slot.length else None for slot in alive]
         reads = [slot.reads for slot in alive]
+        states = {}
+        for loaded in {id(loaded): loaded for each in reads for loaded in each}.values():
+            states[id(loaded.chunk), loaded.start] = (
+                (self._state_of(loaded.number), loaded.start)
+                if loaded.state is None
+                else (loaded.state, loaded.chunk.encoded_at)
+            )
         self._open(needed)
         self._loaded = {}
         for slot, state, before in zip(alive, own, reads, strict=True):
             length, slot.length, slot.number, slot.reads = slot.length, 0, None, []
-            self._enter(slot, [SimpleNamespace(kv=loaded.chunk, start=loaded.start) for loaded in before])
+            self._enter(slot, [SimpleNamespace(kv=loaded.chunk, start=loaded.start) for loaded in before], states)
             if state is not None:
                 number = self._restored(state, slot.start, length)
                 self.api.llama_memory_seq_cp(self._memory, number, slot.number, -1, -1)
@@ -414,8 +426,13 @@ class LlamaContext:
                 slot.length = length
                 self.used += length
 
-    def _enter(self, slot: Slot, chunks: Sequence[Any]) -> None:
-        """Give a slot a sequence, and join the chunks to it."""
+    def _enter(
+        self,
+        slot: Slot,
+        chunks: Sequence[Any],
+        states: Mapping[tuple[int, int], tuple[NDArray[np.uint8], int]] = MappingProxyType({}),
+    ) -> None:
+        """Give a slot a sequence, and join the chunks to it. `states` are those of loaded chunks at their positions."""
         slot.number = self._number()
         self._slots.add(slot)
         for chunk in chunks:
@@ -423,9 +440,11 @@ class LlamaContext:
                 continue
             loaded = self._loaded.get(self._key(chunk))
             if loaded is None or loaded.number is None:
-                number = self._restored(self._bytes_of(chunk.kv), chunk.kv.encoded_at, chunk.kv.tokens)
-                if chunk.start != chunk.kv.encoded_at:
-                    self.api.llama_memory_seq_add(self._memory, number, -1, -1, chunk.start - chunk.kv.encoded_at)
+                state, start = states.get(self._key(chunk)) or (self._bytes_of(chunk.kv), chunk.kv.encoded_at)
+                number = self._restored(state, start, chunk.kv.tokens)
+                del state  # its memory holds the next one
+                if chunk.start != start:
+                    self.api.llama_memory_seq_add(self._memory, number, -1, -1, chunk.start - start)
                 loaded = self._loaded[self._key(chunk)] = _Loaded(chunk.kv, chunk.start, number)
                 self.used += chunk.kv.tokens
             assert loaded.number is not None

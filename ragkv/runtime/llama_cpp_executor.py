@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.attention.kv import ChunkKV, OpaqueKV, PlacedChunk, Processor
+from ragkv.attention.kv import ChunkKV, OpaqueKV, PlacedChunk, Processor, StateGoneError
 from ragkv.attention.sequence import TokenSequence
 from ragkv.config import LLAMA_CPP
 from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -161,7 +161,7 @@ class LlamaCppModel:
         if (left := self.form.nbytes(tokens) - state.nbytes) < 0:
             raise UnsupportedModelError(f"llama.cpp's state of {tokens} tokens has {-left} bytes more than expected.")
         data = np.pad(state, (0, left)) if left else state
-        return cast("ChunkKV", OpaqueKV(data=data, shape=self.kv_shape, tokens=tokens, encoded_at=encoded_at))
+        return cast("ChunkKV", OpaqueKV(source=data, shape=self.kv_shape, tokens=tokens, encoded_at=encoded_at))
 
 
 class LlamaCppExecutor:
@@ -206,12 +206,23 @@ class LlamaCppExecutor:
             (self._slot(sequence), some, sequence.kept(len(some)), sequence.segments)
             for sequence, some in zip(sequences, ids, strict=True)
         ]
-        rows = self._context.read(work)
+        rows = self._read(work)
         for sequence, some in zip(sequences, ids, strict=True):
             sequence.position += len(some)
         logits = np.stack(rows) if rows else np.empty((0, 0), np.float32)
         torch = torch_if_loaded()
         return cast("Tensor", logits if torch is None else torch.from_numpy(logits))
+
+    def _read(self, work: Any) -> list[NDArray[np.float32]]:
+        """Read by the context; a chunk whose record has been deleted meanwhile is encoded again."""
+        while True:
+            try:
+                return self._context.read(work)
+            except StateGoneError as error:
+                kv, identity = error.kv, error.kv.identity
+                prefix = self.model.encode([identity.prefix_ids])[0] if kv.encoded_at else None
+                [again] = self.model.encode([identity.chunk_ids], prefix=prefix)
+                kv.source = cast("OpaqueKV", again).data
 
     def copied(self, chunks: Sequence[PlacedChunk], *, reserve: int) -> Any:
         raise AssertionError("the runtime has read `serves`")

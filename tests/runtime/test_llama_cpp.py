@@ -36,7 +36,7 @@ from ragkv.model.checkpoint import Checkpoint, resolve
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.loading import merge_adapter
 from ragkv.plan import _record_bytes
-from ragkv.runtime import Generation, Runtime
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.store import store
 from ragkv.store.maintenance.maintenance import Maintenance
 
@@ -364,12 +364,40 @@ def test_an_index_answers_from_its_states(index):
 
 def test_pages_of_states_leave_memory_once_they_are_read(index, monkeypatch):
     """llama.cpp copies them."""
-    given = []
+    calls = []
     monkeypatch.setattr(store, "_LARGE_READ_BYTES", 0)
-    monkeypatch.setattr(Maintenance, "give_back_pages", lambda maintenance: given.append(maintenance))
+    monkeypatch.setattr(Maintenance, "give_back_pages", lambda maintenance: calls.append(maintenance))
     with RagKV.open(index.folder) as again:
         again.query("Who was the last keeper?", engine="block", max_new_tokens=1)
-    assert given
+    assert calls
+
+
+@pytest.mark.parametrize("over", ["standalone", "prefixed"])
+def test_chunks_that_are_deleted_while_a_question_waits_are_encoded_again(over, index):
+    """Its states are not in memory until llama.cpp takes them, and then only there, also while the context grows."""
+    engine, asked = make_engine("block", {"block": {"over": over}}), "Who was the last keeper?"
+    index.model.eos_ids = frozenset()
+    scored = index.retrieve(asked)
+    make = lambda: index.request(engine, asked, scored)[0]  # noqa: E731
+    make()  # stores what is missing
+    index.maintenance.settle()
+    [expected] = answers(runtime_of(index.model), index.model, [make()], engine, steps=40)
+    waiting, running = make(), make()
+    assert all(callable(chunk.kv.source) for chunk in waiting.chunks)
+    stream = Stream(runtime_of(index.model), engine, running)
+    tokens = []
+    for step in range(40):
+        tokens.append(stream.best())
+        stream.advance(tokens[-1])
+        if step == 3:
+            index.delete(*(stored.document.document_id for stored in index.select()))
+            index.model.context._make_room(index.model.context.cells + 1)
+    assert tokens == expected
+    stream.close()
+    del stream, running
+    gc.collect()
+    assert answers(runtime_of(index.model), index.model, [waiting], engine, steps=40) == [expected]
+    assert not any(callable(chunk.kv.source) for chunk in waiting.chunks)
 
 
 def test_states_of_another_build_are_misses_and_those_of_another_file_refused(index, files, monkeypatch):
