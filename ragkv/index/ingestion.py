@@ -87,7 +87,7 @@ def run_ingest(
         index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
         _ = index.shape  # records the shape in the store, for `verify`, which has no model
-    if report.kv_encoded and index.config.engines == ("block",):
+    if report.kv_encoded and index.config.kv == "all" and index.config.engines == ("block",):
         KVSource(index).prefix()  # vLLM may read the chunks, and then no question here would store it
     index.record_provenance()
     finder.catch_up(notify=follow)
