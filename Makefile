@@ -41,7 +41,7 @@ test-quick: $(VENV)/installed-dev
 clients: $(VENV)/clients/installed
 
 # vLLM on a processor in an environment of its own (3.6 GB and some minutes, once), and the tests of what ragkv does in it.
-vllm: $(VENV)/vllm/installed
+vllm: $(VENV)/vllm/installed smollm2
 	RAGKV_NIGHTLY=1 $(BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-dev
