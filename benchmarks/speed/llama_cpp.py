@@ -65,6 +65,7 @@ from ragkv.benchmarks.speed.report import (
 from ragkv.cli.options import given_numbers
 from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.model.checkpoint import resolve
+from ragkv.model.gguf_merge import neighbours
 from ragkv.model.language_model import LanguageModel, in_float32
 from ragkv.runtime import Stream
 from ragkv.store import Q8, Half, Store
@@ -225,12 +226,6 @@ def quantised(path: Path, kind: str, to: Path) -> Path:
     if api.llama_model_quantize(os.fsencode(path), os.fsencode(to), ctypes.byref(options)):
         raise RagkvError(f"llama.cpp could not write {path} as {kind}; is there enough space?")
     return to
-
-
-def neighbours(numbers: Any, heads: int) -> Any:
-    """A projection's rows as llama.cpp has them: it rotates neighbours, transformers the halves of a head."""
-    rows, width = numbers.shape
-    return numbers.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def add_sizes(file: Any, config: Any) -> None:

@@ -225,7 +225,7 @@ class Body:
         NotComputedHereError for a `device` None (numpy) and another family.
         """
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._device = device
+        self.device = device
         self.bert = Bert(folder, self.config, device=device, dtype=dtype) if is_plain(self.config) else None
         if self.bert is not None:
             self.bert.require_all(what)
@@ -246,7 +246,7 @@ class Body:
 
         def filled(values: Sequence[Sequence[int]], filler: int) -> Any:
             padded = [[*own, *[filler] * (width - len(own))] for own in values]
-            return np.array(padded) if self._device is None else torch.tensor(padded, device=self._device)
+            return np.array(padded) if self.device is None else torch.tensor(padded, device=self.device)
 
         ids = filled([row.ids for row in rows], self.config.get("pad_token_id") or 0)
         batch = {"input_ids": ids, "attention_mask": filled([[1] * len(row.ids) for row in rows], 0)}
@@ -391,7 +391,6 @@ class SentenceEncoder:
         if modes is None or None in layers or configs[0].get("is_encoder_decoder"):
             raise NotComputedHereError
         self._modes, self._layers = modes, [layer for layer in layers if layer is not None]
-        self._uses_torch = device is not None
         self._body = Body(folders[0], f"Embedder {name!r}", device, half_type(device) if device else None)
         self.tokenizer = EncoderTokenizer(folders[0], max_tokens, lower=lower, prompts=prompts)
         self._prompts = prompts
@@ -403,7 +402,7 @@ class SentenceEncoder:
 
     def vectors(self, rows: Sequence[EncodedText]) -> list[NDArray[np.float32]]:
         """The unit vectors of one batch, in float32."""
-        if not self._uses_torch:
+        if self._body.device is None:
             [row] = rows
             hidden: Any = self._body(self._body.batch([row]))
             parts = [hidden[:, 0] if mode == "cls" else hidden.mean(1) for mode in self._modes]

@@ -107,6 +107,12 @@ def _write(checkpoint: Checkpoint, path: Path) -> None:
     writer.close()
 
 
+def neighbours(numbers: Any, heads: int) -> Any:
+    """A projection's rows as llama.cpp has them: it rotates neighbours, transformers the halves of a head."""
+    rows, width = numbers.shape
+    return numbers.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
 def _adapter(folder: Path, facts: dict[str, Any]) -> tuple[float, _Pairs]:
     """Its scale, and A and B of each tensor by llama.cpp's name, with rows in llama.cpp's order."""
     import gguf
@@ -119,7 +125,7 @@ def _adapter(folder: Path, facts: dict[str, Any]) -> tuple[float, _Pairs]:
     pairs: _Pairs = {}
     for module, (down, up) in modules.items():
         rows = up.numpy()
-        if count := heads.get(module.rpartition(".")[2]):  # llama.cpp rotates neighbours, not halves of a head
-            rows = rows.reshape(count, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        if count := heads.get(module.rpartition(".")[2]):
+            rows = neighbours(rows, count)
         pairs[f"{names.get_name(module)}.weight"] = down.numpy(), rows
     return scale, pairs

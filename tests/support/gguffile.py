@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.benchmarks.speed.llama_cpp import add_sizes, neighbours
+from ragkv.benchmarks.speed.llama_cpp import add_sizes
+from ragkv.model.gguf_merge import neighbours
 
 ARCHITECTURES = {
     "llama": "llama",
